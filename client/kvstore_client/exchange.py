@@ -1,0 +1,127 @@
+"""The client's end of the shm socket: descriptors of slabs come in, descriptors of regions go out.
+
+Source: docs/spec/shm.md.
+"""
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable, Unsupported, error_of
+from kvstore.transport.shm import Op, Reply, Request
+
+
+class Exchange:
+    """One session's connection to the shm socket, made when it is first needed. Thread-safe."""
+
+    def __init__(self, socket_path: str, ticket: bytes) -> None:
+        self._path = socket_path  # empty: the daemon offers no shared memory
+        self._ticket = ticket
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._closed = False
+
+    def slab(self, number: int, *, deadline: float) -> tuple[int, int]:
+        """(descriptor, size in bytes) of a slab; the caller owns the descriptor.
+
+        Raises: BlockMissing, if there is no such slab in this namespace; Unsupported, StoreTimeout,
+        StoreUnavailable as `_ask` does.
+        """
+        reply, fds = self._ask(Request(Op.SLAB, number), [], deadline)
+        if len(fds) != 1:
+            _close_all(fds)
+            raise StoreUnavailable(f"slab {number}: expected one descriptor, got {len(fds)}; reconnect")
+        return fds[0], reply.size_bytes
+
+    def register(self, number: int, fd: int, *, size_bytes: int, deadline: float) -> None:
+        """The daemon has mapped the region behind `fd`.
+
+        Raises: what the daemon answers; Unsupported, StoreTimeout, StoreUnavailable as `_ask` does.
+        """
+        _, fds = self._ask(Request(Op.REGION, number, size_bytes), [fd], deadline)
+        _close_all(fds)
+
+    def close(self) -> None:
+        """The connection is gone, and none is made any more; a call under way ends with StoreUnavailable."""
+        self._closed = True
+        connection = self._socket
+        if connection is not None:
+            with suppress(OSError):  # wakes a call that waits for its answer
+                connection.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._hang_up()
+
+    def _ask(self, request: Request, fds: list[int], deadline: float) -> tuple[Reply, list[int]]:
+        """The answer to one request, and the descriptors that came with it.
+
+        Raises: StoreTimeout; Unsupported, if the socket cannot be reached from here; StoreUnavailable, if the
+        daemon closed it; the error that the daemon answers with.
+        """
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0 or not self._lock.acquire(timeout=remaining_s):
+            raise StoreTimeout("shm socket: the deadline passed before the request was sent; recompute")
+        try:
+            connection = self._socket or self._connect(deadline)
+            return _round_trip(connection, request, fds, deadline)
+        except TimeoutError:
+            # The answer may still come, and would be taken for that of the next request.
+            self._hang_up()
+            raise StoreTimeout(f"shm socket {self._path}: no answer within the deadline; recompute") from None
+        except OSError as error:
+            self._hang_up()
+            raise StoreUnavailable(f"shm socket {self._path}: {error}; the client reconnects") from None
+        finally:
+            self._lock.release()
+
+    def _connect(self, deadline: float) -> socket.socket:
+        if self._closed:
+            raise StoreUnavailable("shm socket: the session has ended; the client reconnects")
+        if not self._path:
+            raise Unsupported(
+                "shared memory: the daemon offers none; run the daemon with shared memory on this host"
+            )
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.connect(self._path)
+            _round_trip(connection, Request(Op.ATTACH, ticket=self._ticket), [], deadline)
+        except (FileNotFoundError, PermissionError) as error:
+            connection.close()
+            raise Unsupported(
+                f"shm socket {self._path}: expected to reach the daemon's socket from here, got: "
+                f"{error.strerror}; run the client on the daemon's host, mount the directory of that path at the "
+                "same place in its container, and give its user access"
+            ) from None
+        except BaseException:
+            connection.close()
+            raise
+        self._socket = connection
+        return connection
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _round_trip(
+    connection: socket.socket, request: Request, fds: list[int], deadline: float
+) -> tuple[Reply, list[int]]:
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    socket.send_fds(connection, [request.encode()], fds)
+    data, received, _, _ = socket.recv_fds(connection, Reply.MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    try:
+        reply = Reply.decode(data)
+        if reply.code:
+            raise error_of(reply.code, reply.message)
+    except KVStoreError:
+        _close_all(received)
+        raise
+    return reply, received
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

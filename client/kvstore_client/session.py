@@ -1,0 +1,258 @@
+"""One stream to the daemon: requests go out by a queue, answers come back by their request id.
+
+A call costs one queue put and one wait on a lock that the reader thread releases; there are no other hops. What
+ends the stream ends every call that waits on it, at once, with `StoreUnavailable`.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final, TypeAlias
+
+import grpc
+
+from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable, error_of
+from kvstore.types import BootId, Namespace
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.v1.kvstore_pb2_grpc import StoreStub
+from kvstore.wire import error_from_status
+from kvstore_client.breaker import Breaker
+from kvstore_client.exchange import Exchange
+from kvstore_client.options import Counters
+
+Answer: TypeAlias = pb.ServerMessage | KVStoreError
+OnAnswer: TypeAlias = Callable[[Answer], None]  # runs on the reader thread: must neither block nor raise
+
+_CANCELLED: Final = 1
+
+
+class _Pending:
+    """A request that was not answered yet: somebody waits on `latch`, or `then` is called, or first one, then the other."""
+
+    __slots__ = ("answer", "lasting", "latch", "then")
+
+    def __init__(self, latch: threading.Lock | None, then: OnAnswer | None, lasting: bool) -> None:
+        self.latch = latch
+        self.then = then
+        self.lasting = lasting  # several answers: stays until `forget`
+        self.answer: Answer | None = None
+
+
+class Session:
+    """A stream that was welcomed. Made by `open_session`; all methods are thread-safe."""
+
+    boot_id: BootId
+    session_id: int
+    namespace: Namespace
+    heartbeat_s: float
+    exchange: Exchange
+    max_region_bytes: int
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        *,
+        breaker: Breaker,
+        counters: Counters,
+        on_retired: Callable[["Session", list[int]], None],
+    ) -> None:
+        self._breaker = breaker
+        self._counters = counters
+        self._on_retired = on_retired
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
+        self._ids = itertools.count(1)
+        self._ended: KVStoreError | None = None
+        self.ended = threading.Event()
+        self.sent_at = self.heard_at = time.monotonic()
+        self._outgoing: SimpleQueue[pb.ClientMessage | None] = SimpleQueue()
+        self._stream = StoreStub(channel).Session(iter(self._outgoing.get, None))
+        self._reader = threading.Thread(target=self._read, name="kvstore-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._ended is None
+
+    def greet(self, hello: pb.Hello, *, timeout_s: float) -> None:
+        """The daemon has welcomed this session. Raises: what the daemon refused it with, StoreTimeout, StoreUnavailable."""
+        entry = self._send(pb.ClientMessage(hello=hello), threading.Lock(), None, lasting=False)
+        welcome = self._await(entry, time.monotonic() + timeout_s, "hello").welcome
+        self.boot_id = BootId(welcome.boot_id)
+        self.session_id = welcome.session_id
+        self.namespace = Namespace(welcome.namespace)
+        self.heartbeat_s = welcome.heartbeat_ms / 1000
+        self.max_region_bytes = welcome.limits.max_region_bytes
+        self.exchange = Exchange(welcome.shm.socket_path, welcome.shm.ticket)
+        if not self.alive:
+            self.exchange.close()
+
+    def call(
+        self,
+        message: pb.ClientMessage,
+        *,
+        deadline: float,
+        then: OnAnswer | None = None,
+        lasting: bool = False,
+    ) -> tuple[pb.ServerMessage, int]:
+        """The answer, and the id of the request.
+
+        `then` gets an answer that comes after the deadline; with `lasting`, every later one, and the error that
+        ends the stream, until `forget`.
+
+        Raises: the error that the daemon answers with; StoreTimeout; StoreUnavailable, if the stream ends or the
+        breaker is open.
+        """
+        self._counters.add("calls")
+        wait_s = self._breaker.admit()
+        if wait_s:
+            self._counters.add("failures")
+            raise StoreUnavailable(
+                f"circuit breaker: open, because the store did not answer; next try in {wait_s:.1f} s; recompute"
+            )
+        try:
+            entry = self._send(message, threading.Lock(), then, lasting=lasting, deadline=deadline)
+            answer = self._await(entry, deadline, message.WhichOneof("body") or "")
+        except KVStoreError as error:
+            self.report(error)
+            raise
+        self._breaker.succeeded()
+        return answer, message.request_id
+
+    def start(self, message: pb.ClientMessage, then: OnAnswer) -> None:
+        """The request is on its way; `then` gets the answer, or the error that ended the stream, exactly once."""
+        try:
+            self._send(message, None, then, lasting=False)
+        except KVStoreError as error:
+            then(error)
+
+    def tell(self, message: pb.ClientMessage) -> None:
+        """The request is on its way, and nobody waits for an answer. Takes no lock, so that finalizers may call it."""
+        message.request_id = next(self._ids)
+        self.sent_at = time.monotonic()
+        self._outgoing.put(message)
+
+    def forget(self, request_id: int) -> None:
+        """Nothing more is told about this request."""
+        with self._lock:
+            self._pending.pop(request_id, None)
+
+    def report(self, error: KVStoreError) -> None:
+        """Count a call that failed; one that had no answer counts against the store."""
+        self._counters.add("failures")
+        if isinstance(error, StoreTimeout):
+            self._counters.add("timeouts")
+        if isinstance(error, StoreTimeout | StoreUnavailable):
+            self._breaker.failed()
+        else:
+            self._breaker.succeeded()
+
+    def end(self, error: KVStoreError) -> None:
+        """The stream is over: whoever waits gets `StoreUnavailable`. Idempotent."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = error
+            pending = list(self._pending.values())
+            self._pending.clear()
+        for entry in pending:
+            reason = self._gone()
+            if entry.latch is not None:
+                entry.answer = reason
+                entry.latch.release()
+            elif entry.then is not None:
+                entry.then(reason)
+        self._stream.cancel()
+        self._outgoing.put(None)
+        self.ended.set()
+        if hasattr(self, "exchange"):
+            self.exchange.close()
+
+    def join(self, timeout_s: float) -> None:
+        """The reader thread of an ended session is gone, or the time is over."""
+        if self._reader is not threading.current_thread():
+            self._reader.join(timeout_s)
+
+    def why_ended(self) -> KVStoreError:
+        assert self._ended is not None, "the session has ended"
+        return self._ended
+
+    def _gone(self) -> StoreUnavailable:
+        return StoreUnavailable(f"session: it has ended ({self._ended}); recompute, the client reconnects")
+
+    def _send(
+        self,
+        message: pb.ClientMessage,
+        latch: threading.Lock | None,
+        then: OnAnswer | None,
+        *,
+        lasting: bool,
+        deadline: float | None = None,
+    ) -> _Pending:
+        now = time.monotonic()
+        if deadline is not None:
+            message.timeout_ms = max(1, int((deadline - now) * 1000))
+        message.request_id = next(self._ids)
+        entry = _Pending(latch, then, lasting)
+        if latch is not None:
+            latch.acquire()
+        with self._lock:
+            if self._ended is not None:
+                raise self._gone()
+            self._pending[message.request_id] = entry
+        self.sent_at = now
+        self._outgoing.put(message)
+        return entry
+
+    def _await(self, entry: _Pending, deadline: float, what: str) -> pb.ServerMessage:
+        latch = entry.latch
+        # None: answered before we looked.
+        if latch is not None and not latch.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            with self._lock:
+                if entry.answer is None:
+                    entry.latch = None  # from now on an answer goes to `then`
+        answer = entry.answer
+        if answer is None:
+            raise StoreTimeout(f"{what}: no answer from the store within the deadline; recompute")
+        if isinstance(answer, KVStoreError):
+            raise answer
+        if answer.HasField("status"):
+            raise error_from_status(answer.status)
+        return answer
+
+    # The reader thread.
+
+    def _read(self) -> None:
+        try:
+            for message in self._stream:
+                self.heard_at = time.monotonic()
+                if message.request_id:
+                    self._dispatch(message)
+                elif message.HasField("slabs_retired"):
+                    self._on_retired(self, list(message.slabs_retired.slabs))
+            error: KVStoreError = StoreUnavailable("the daemon closed the stream")
+        except grpc.RpcError as failure:
+            code = failure.code().value[0]
+            details = failure.details() or failure.code().name
+            error = StoreUnavailable(details) if code == _CANCELLED else error_of(code, details)
+        except Exception as failure:
+            error = StoreUnavailable(f"the reader failed: {failure!r}")
+        self.end(error)
+
+    def _dispatch(self, message: pb.ServerMessage) -> None:
+        with self._lock:
+            entry = self._pending.get(message.request_id)
+            if entry is None:
+                return
+            if not entry.lasting:
+                del self._pending[message.request_id]
+            latch = entry.latch
+            if latch is not None:
+                entry.answer = message
+                entry.latch = None
+                latch.release()
+                return
+        if entry.then is not None:
+            entry.then(message)

@@ -1,0 +1,199 @@
+"""The Admin service: what operators ask, and what routers watch."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import grpc
+
+from kvstore.errors import BlockMissing, InvalidRequest
+from kvstore.types import HASH_BYTES, BootId, Namespace
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire import spec_to_proto, unpack_hashes
+from kvstore_server.index import State
+from kvstore_server.service import StoreService, code_of
+from kvstore_server.store import Change, Space, Store
+
+MAX_EVENTS_BEHIND: Final = 10_000
+_ROOT: Final = b"\0" * HASH_BYTES
+_SNAPSHOT_BLOCKS: Final = 4096  # per event
+
+
+class Journal:
+    """Numbers the store's changes and hands them to the watchers. A watcher that falls behind is dropped."""
+
+    def __init__(self, boot_id: BootId) -> None:
+        self.sequence = 0
+        self._boot_id = boot_id
+        self._watchers: set[asyncio.Queue[pb.Event | None]] = set()
+
+    def record(self, change: Change) -> None:
+        """The change has a sequence number, and every watcher will be told."""
+        self.sequence += 1
+        if self._watchers:
+            event = self.event(change, self.sequence)
+            for watcher in list(self._watchers):
+                if watcher.qsize() >= MAX_EVENTS_BEHIND:
+                    self._watchers.discard(watcher)
+                    watcher.put_nowait(None)
+                else:
+                    watcher.put_nowait(event)
+
+    def event(self, change: Change, sequence: int) -> pb.Event:
+        return pb.Event(
+            boot_id=self._boot_id,
+            sequence=sequence,
+            kind=pb.Event.STORED if change.stored else pb.Event.REMOVED,
+            namespace=change.namespace,
+            hashes=b"".join(change.hashes),
+            parents=b"".join(parent or _ROOT for parent in change.parents),
+            tier="cpu",
+            block_tokens=change.block_tokens,
+        )
+
+    def end_of_snapshot(self, sequence: int) -> pb.Event:
+        return pb.Event(boot_id=self._boot_id, sequence=sequence, kind=pb.Event.SNAPSHOT_END)
+
+    def watch(self) -> asyncio.Queue[pb.Event | None]:
+        """A queue of all events from now on; None in it: this watcher fell behind and gets no more."""
+        queue: asyncio.Queue[pb.Event | None] = asyncio.Queue()
+        self._watchers.add(queue)
+        return queue
+
+    def unwatch(self, queue: asyncio.Queue[pb.Event | None]) -> None:
+        self._watchers.discard(queue)
+
+
+class AdminService:
+    """Serves `kvstore.v1.Admin`."""
+
+    def __init__(
+        self,
+        store: Store,
+        service: StoreService,
+        journal: Journal,
+        *,
+        boot_id: BootId,
+        addresses: list[str],
+        version: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._service = service
+        self._journal = journal
+        self._boot_id = boot_id
+        self._addresses = addresses
+        self._version = version
+        self._clock = clock
+        self._started_at = clock()
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:  # noqa: N802
+        now = self._clock()
+        indexes = [space.index for space in self._store.spaces.values()]
+        return pb.StatsReply(
+            boot_id=self._boot_id,
+            server_version=self._version,
+            uptime_s=now - self._started_at,
+            tiers=[pb.TierStats(**dataclasses.asdict(self._store.tier.statistics()))],
+            counters=pb.Counters(**dataclasses.asdict(self._store.counters)),
+            blocks_committed=sum(index.count(State.COMMITTED) for index in indexes),
+            blocks_writing=sum(index.count(State.WRITING) for index in indexes),
+            blocks_leased=sum(index.num_leased for index in indexes),
+            blocks_pinned=sum(index.num_pinned for index in indexes),
+            sessions=[
+                pb.SessionStats(
+                    session_id=connection.session.id,
+                    client_name=connection.session.name,
+                    namespace=connection.session.space.namespace,
+                    num_leases=connection.session.num_leases,
+                    blocks_leased=connection.session.blocks_leased,
+                    num_writes=connection.session.num_writes,
+                    region_bytes=connection.session.region_bytes,
+                    age_s=int(now - connection.opened_at),
+                )
+                for connection in self._service.connections.values()
+            ],
+            draining=self._service.draining,
+        )
+
+    async def Namespaces(self, request: pb.NamespacesRequest, context: Any) -> pb.NamespacesReply:  # noqa: N802
+        return pb.NamespacesReply(
+            namespaces=[
+                pb.NamespaceStats(
+                    namespace=namespace,
+                    spec=spec_to_proto(space.spec),
+                    blocks_committed=space.index.count(State.COMMITTED),
+                    slab_bytes=self._store.tier.arena.slab_bytes(namespace),
+                )
+                for namespace, space in self._store.spaces.items()
+            ]
+        )
+
+    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearReply:  # noqa: N802
+        if request.namespace:
+            spaces = [await self._space(request.namespace, context)]
+        else:
+            spaces = list(self._store.spaces.values())
+        results = [self._store.clear(space) for space in spaces]
+        return pb.ClearReply(
+            blocks_removed=sum(removed for removed, _ in results), blocks_kept=sum(kept for _, kept in results)
+        )
+
+    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:  # noqa: N802
+        return await self._set_pinned(request, context, pinned=True)
+
+    async def Unpin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:  # noqa: N802
+        return await self._set_pinned(request, context, pinned=False)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:  # noqa: N802
+        self._service.draining = True
+        return pb.DrainReply()
+
+    async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:  # noqa: N802
+        return pb.MembersReply(members=[pb.Member(boot_id=self._boot_id, addresses=self._addresses)])
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
+        queue = self._journal.watch()
+        try:
+            if request.snapshot:
+                sequence = self._journal.sequence
+                for event in self._snapshot(sequence):
+                    yield event
+            while True:
+                event_or_end = await queue.get()
+                if event_or_end is None:
+                    await context.abort(
+                        grpc.StatusCode.RESOURCE_EXHAUSTED,
+                        f"watch: more than {MAX_EVENTS_BEHIND} events behind; watch again with a snapshot",
+                    )
+                else:
+                    yield event_or_end
+        finally:
+            self._journal.unwatch(queue)
+
+    def _snapshot(self, sequence: int) -> list[pb.Event]:
+        """All committed blocks at this moment, and the end mark. Made at once, so that no change falls between."""
+        events = []
+        for space in self._store.spaces.values():
+            rows = space.index.committed()
+            for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
+                change = self._store.change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS], stored=True)
+                events.append(self._journal.event(change, sequence))
+        return [*events, self._journal.end_of_snapshot(sequence)]
+
+    async def _set_pinned(self, request: pb.PinRequest, context: Any, *, pinned: bool) -> pb.PinReply:
+        space = await self._space(request.namespace, context)
+        try:
+            hashes = unpack_hashes(request.hashes)
+        except InvalidRequest as error:
+            await context.abort(code_of(error), str(error))
+        return pb.PinReply(num_blocks=self._store.set_pinned(space, hashes, pinned))
+
+    async def _space(self, namespace: bytes, context: Any) -> Space:
+        space = self._store.spaces.get(Namespace(namespace))
+        if space is None:
+            error = BlockMissing(f"namespace {namespace.hex()[:12]}…: not known here; see `kvstore status --json`")
+            await context.abort(code_of(error), str(error))
+            raise error  # abort raises; this line tells the type checker so
+        return space

@@ -1,0 +1,125 @@
+"""The daemon's settings: defaults < file (TOML) < environment (KVSTORE_*) < flags; unknown keys are refused."""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.errors import InvalidRequest
+
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+    "TI": 1 << 40,
+}
+ENVIRONMENT_PREFIX: Final = "KVSTORE_"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `kvstore serve` runs with. Sizes are bytes, or text such as "4GiB"."""
+
+    unix_socket: str = "/run/kvstore/kvstore.sock"  # "": none
+    tcp_host: str = "127.0.0.1"  # loopback only: the control path is not encrypted
+    tcp_port: int = 7311  # 0: none
+    cpu_capacity: int = 4 << 30
+    slab_bytes: int = 64 << 20
+    prefault: bool = True  # take all memory at the start, so that no store waits for it
+    page_lock: bool = True  # with CUDA, where there is CUDA
+    checksums: bool = True  # off is for benchmarks
+    copy_threads: int = 2
+    heartbeat_s: float = 5.0
+    max_region_bytes: int = 8 << 30  # of one session
+    stop_timeout_s: float = 10.0
+    tokens: dict[str, list[str]] = {}  # token -> tenants it may use, ["*"] for all; empty: no token is asked for
+    log_format: str = "text"  # or "json"
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _expect(self.unix_socket or self.tcp_port, "unix_socket, tcp_port", "at least one listener", "none")
+        _expect(
+            self.tcp_host in ("127.0.0.1", "::1", "localhost"),
+            "tcp_host",
+            "a loopback address, because the control path is not encrypted yet",
+            self.tcp_host,
+        )
+        _expect(0 <= self.tcp_port < 65536, "tcp_port", "0 to 65535", self.tcp_port)
+        _expect(self.slab_bytes >= 1 << 16, "slab_bytes", "at least 64 KiB", self.slab_bytes)
+        _expect(
+            self.cpu_capacity >= self.slab_bytes,
+            "cpu_capacity",
+            f"at least one slab of {self.slab_bytes} bytes (slab_bytes)",
+            self.cpu_capacity,
+        )
+        _expect(1 <= self.copy_threads <= 64, "copy_threads", "1 to 64", self.copy_threads)
+        _expect(0.05 <= self.heartbeat_s <= 3600, "heartbeat_s", "0.05 to 3600", self.heartbeat_s)
+        _expect(self.log_format in ("text", "json"), "log_format", '"text" or "json"', self.log_format)
+        levels = ("debug", "info", "warning", "error")
+        _expect(self.log_level in levels, "log_level", f"one of {', '.join(levels)}", self.log_level)
+
+
+SIZES: Final = frozenset({"cpu_capacity", "slab_bytes", "max_region_bytes"})
+
+
+def load(
+    file: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    flags: Mapping[str, object] | None = None,
+) -> Settings:
+    """The settings that file, environment and flags (None: not given) resolve to.
+
+    Raises: InvalidRequest, naming the source and key at fault, what was expected, and the nearest known key.
+    """
+    values: dict[str, object] = {}
+    if file is not None:
+        values |= _known(_read(file), where=str(file))
+    variables = {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(ENVIRONMENT_PREFIX)
+    }
+    values |= _known(variables, where="environment")
+    values |= {key: value for key, value in (flags or {}).items() if value is not None}
+    values |= {key: parse_size(value, name=key) for key, value in values.items() if key in SIZES}
+    try:
+        return msgspec.convert(values, Settings, strict=False)
+    except InvalidRequest:
+        raise
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"configuration: {error}; correct the value") from None
+
+
+def parse_size(value: object, *, name: str) -> int:
+    """Bytes, from a number or text such as "4GiB" or "500 MB". Raises: InvalidRequest."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(value).upper())
+    if found is None or found[2] not in _UNITS:
+        raise InvalidRequest(f'{name}: expected a size such as "4GiB" or a number of bytes, got {value!r}')
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(f"{file}: expected a readable TOML file, got: {error}") from None
+
+
+def _known(values: Mapping[str, object], *, where: str) -> dict[str, object]:
+    names = Settings.__struct_fields__
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            raise InvalidRequest(f"{where}: unknown key {key!r}; did you mean {near!r}?")
+    return dict(values)
+
+
+def _expect(holds: object, name: str, expected: str, got: object) -> None:
+    if not holds:
+        raise InvalidRequest(f"{name}: expected {expected}, got {got!r}")

@@ -1,0 +1,203 @@
+"""The composition root: builds a daemon from its settings, in order; runs it; stops it in reverse.
+
+A stop is graceful: new sessions are refused, requests under way are answered, sessions are ended, and what
+does not end within `stop_timeout_s` is cut off.
+"""
+
+import asyncio
+import os
+import resource
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore.errors import InvalidRequest, StoreUnavailable
+from kvstore.types import BOOT_ID_BYTES, BootId
+from kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
+from kvstore.wire import MAX_MESSAGE_BYTES
+from kvstore_server.admin import AdminService, Journal
+from kvstore_server.config import Settings
+from kvstore_server.descriptors import DescriptorSocket
+from kvstore_server.mover import Mover
+from kvstore_server.service import StoreService
+from kvstore_server.store import Store
+from kvstore_server.tiers.cpu import CpuTier, shmem_pages
+from kvstore_server.tiers.pinning import PageLock
+
+log = structlog.get_logger()
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a second daemon on one port fails instead of sharing it
+)
+
+
+class Daemon:
+    """One store, listening. Everything runs on the loop that `start` is awaited on, but for the copying threads."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.boot_id = BootId(secrets.token_bytes(BOOT_ID_BYTES))
+        self.addresses: list[str] = []
+        version = distribution_version("kvstore")
+        page_lock = PageLock(wanted=settings.page_lock)
+        self._page_lock_reason = page_lock.reason
+        self.tier = CpuTier(
+            capacity_bytes=settings.cpu_capacity, slab_bytes=settings.slab_bytes, page_lock=page_lock
+        )
+        self._mover = Mover(num_threads=settings.copy_threads, checksums=settings.checksums)
+        self._journal = Journal(self.boot_id)
+        self.store = Store(
+            self.tier,
+            on_change=self._journal.record,
+            on_slab_closed=lambda slab, readers: self.service.slab_closed(slab, readers),
+        )
+        self._private = tempfile.TemporaryDirectory(prefix="kvstore-")
+        self._shm_path = self._choose_shm_path()
+        self.service = StoreService(
+            self.store,
+            self._mover,
+            settings,
+            boot_id=self.boot_id,
+            shm_path=str(self._shm_path),
+            version=version,
+            clock=time.monotonic,
+        )
+        self._admin = AdminService(
+            self.store,
+            self.service,
+            self._journal,
+            boot_id=self.boot_id,
+            addresses=self.addresses,
+            version=version,
+            clock=time.monotonic,
+        )
+        self._descriptors = DescriptorSocket(self._shm_path, self.tier, self.service.session_of)
+        self._health = health.aio.HealthServicer()
+        self._stop_prefault = threading.Event()
+        self._version = version
+
+    async def start(self) -> None:
+        """The daemon listens on all its addresses. Raises: StoreUnavailable, if one of them is taken."""
+        raise_descriptor_limit()
+        self._server = grpc.aio.server(options=_OPTIONS)
+        kvstore_pb2_grpc.add_StoreServicer_to_server(self.service, self._server)
+        kvstore_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [service.full_name for service in kvstore_pb2.DESCRIPTOR.services_by_name.values()]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self._listen()
+        self._descriptors.start()
+        await self._server.start()
+        for name in ["", *names]:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._reaper = asyncio.create_task(self.service.reap_silent())
+        self._prefault = threading.Thread(target=self._take_memory, name="kvstore-prefault", daemon=True)
+        if self.settings.prefault:
+            self._prefault.start()
+        self._report()
+
+    async def stop(self) -> None:
+        """Nothing runs or listens any more, and all memory, descriptors and socket files are given back."""
+        log.info("stopping", sessions=len(self.service.connections), timeout_s=self.settings.stop_timeout_s)
+        self.service.draining = True
+        await self._health.enter_graceful_shutdown()
+        self._stop_prefault.set()
+        for connection in list(self.service.connections.values()):
+            connection.stop_reading("the daemon is stopping; reconnect later")
+        await self._server.stop(self.settings.stop_timeout_s)
+        self._reaper.cancel()
+        await asyncio.gather(self._reaper, return_exceptions=True)
+        self._descriptors.close()
+        await asyncio.to_thread(self._mover.close)
+        if self.settings.prefault:
+            await asyncio.to_thread(self._prefault.join)
+        self.tier.close()
+        if self.settings.unix_socket:
+            Path(self.settings.unix_socket).unlink(missing_ok=True)
+        self._private.cleanup()
+        log.info("stopped")
+
+    def _choose_shm_path(self) -> Path:
+        if self.settings.unix_socket:
+            return Path(self.settings.unix_socket).with_suffix(".shm")
+        return Path(self._private.name) / "kvstore.shm"
+
+    def _listen(self) -> None:
+        if self.settings.unix_socket:
+            path = Path(self.settings.unix_socket)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for socket_file in (path, self._shm_path):
+                clear_stale_socket(socket_file)
+            self._bind(f"unix:{path}")
+            path.chmod(0o600)
+        if self.settings.tcp_port:
+            self._bind(f"{self.settings.tcp_host}:{self.settings.tcp_port}")
+
+    def _bind(self, address: str) -> None:
+        try:
+            self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StoreUnavailable(f"{address}: expected an address that is free, got: {error}; choose another") from None
+        self.addresses.append(address)
+
+    def _take_memory(self) -> None:
+        """Spare slabs are made until the capacity is reached; their pages are there before a store needs them."""
+        started = time.monotonic()
+        taken = 0
+        while not self._stop_prefault.is_set() and self.tier.add_spare():
+            taken += self.settings.slab_bytes
+        log.info("memory taken", size=_gib(taken), seconds=round(time.monotonic() - started, 2))
+
+    def _report(self) -> None:
+        """What was resolved at the start, in plain words."""
+        settings = self.settings
+        memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+        log.info("kvstore is ready", version=self._version, boot_id=self.boot_id.hex(), listening=self.addresses)
+        log.info("memory: cpu tier", capacity=_gib(settings.cpu_capacity), slab=_gib(settings.slab_bytes))
+        log.info("memory: huge pages asked for", granted=shmem_pages())
+        log.info("memory: page lock", state=self._page_lock_reason)
+        log.info("memory: memlock limit", limit="unlimited" if memlock < 0 else _gib(memlock))
+        log.info("memory: NUMA", nodes=nodes, placement="one pool" if nodes > 1 else "one node, one pool")
+        log.info("transport: shm is on", why="clients on this host share memory", socket=str(self._shm_path))
+        log.info("transport: ucx is off", why="it comes with a later release; clients must be on this host")
+        log.info("integrity", checksums="xxh3 at ingest" if settings.checksums else "off: for benchmarks only")
+        log.info("access", tokens="asked for" if settings.tokens else "none asked for: loopback and unix socket only")
+
+
+def raise_descriptor_limit() -> None:
+    """The process may open as many descriptors as the hard limit allows: each slab takes one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def clear_stale_socket(path: Path) -> None:
+    """The socket file of a daemon that is gone is removed. Raises: StoreUnavailable, if one listens there."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise InvalidRequest(f"{path}: expected a socket or nothing, got another kind of file; choose another path")
+    kind = socket.SOCK_SEQPACKET if path.suffix == ".shm" else socket.SOCK_STREAM
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(os.fspath(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+    raise StoreUnavailable(f"{path}: a daemon listens there already; stop it, or choose another unix_socket")
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"

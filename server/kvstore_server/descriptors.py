@@ -1,0 +1,115 @@
+"""The shm socket: hands out read-only descriptors of slabs, and takes in the descriptors of regions.
+
+A connection belongs to a session once it has shown the session's ticket. Nothing here blocks: requests are
+small datagrams, answered at once. Source: docs/spec/shm.md.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, NotAuthenticated, StoreUnavailable
+from kvstore.transport.shm import Op, Reply, Request, check_region, map_memfd
+from kvstore.types import SlabId
+from kvstore_server.session import Session
+from kvstore_server.tiers.cpu import CpuTier
+
+log = structlog.get_logger()
+
+
+class DescriptorSocket:
+    """Listens on `path`. `session_of` finds the living session that a ticket belongs to."""
+
+    def __init__(self, path: Path, tier: CpuTier, session_of: Callable[[bytes], Session | None]) -> None:
+        self.path = path
+        self._tier = tier
+        self._session_of = session_of
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._connections: dict[socket.socket, Session | None] = {}
+
+    def start(self) -> None:
+        """Connections are accepted from now on, on the running loop."""
+        self._listener.bind(str(self.path))
+        self._listener.listen(128)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Nothing is accepted or answered any more, and the socket file is gone."""
+        for connection in list(self._connections):
+            self._drop(connection)
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone already
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._connections[connection] = None
+            asyncio.get_running_loop().add_reader(connection, self._serve, connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(connection)
+        del self._connections[connection]
+        connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            data, received, _, _ = socket.recv_fds(connection, Request.SIZE + 1, 4)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, received = b"", []
+        if not data:
+            self._drop(connection)
+            return
+        sent: list[int] = []
+        try:
+            reply = self._answer(connection, Request.decode(data), received, sent)
+        except KVStoreError as error:
+            log.warning("descriptor request refused", error=str(error), session=repr(self._connections[connection]))
+            reply = Reply(error.code, 0, str(error))
+        try:
+            socket.send_fds(connection, [reply.encode()], sent)
+        except OSError:
+            self._drop(connection)  # does not read its answers, or is gone
+        finally:
+            for fd in (*received, *sent):
+                os.close(fd)
+
+    def _answer(self, connection: socket.socket, request: Request, received: list[int], sent: list[int]) -> Reply:
+        if request.op is Op.ATTACH:
+            self._connections[connection] = self._session_of(request.ticket)
+            if self._connections[connection] is None:
+                raise NotAuthenticated("ticket: expected that of a living session; open a session first")
+            return Reply()
+        session = self._connections[connection]
+        if session is None:
+            raise NotAuthenticated("connection: expected ATTACH first; show the session's ticket")
+        if session.ended:
+            raise StoreUnavailable("session: it has ended; open another")
+        if request.op is Op.SLAB:
+            slab = SlabId(request.id)
+            if not self._tier.belongs(slab, session.space.namespace):
+                raise BlockMissing(f"slab {slab}: expected one of this namespace; match again")
+            fd, size_bytes = self._tier.descriptor(slab, session.id)
+            sent.append(fd)
+            return Reply(size_bytes=size_bytes)
+        if len(received) != 1:
+            raise InvalidRequest(f"region {request.id}: expected one descriptor, got {len(received)}")
+        session.check_region(request.id, request.size_bytes)
+        check_region(received[0], size_bytes=request.size_bytes, owner_uid=_peer_uid(connection))
+        session.add_region(request.id, map_memfd(received[0], request.size_bytes, writable=False))
+        return Reply(size_bytes=request.size_bytes)
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)

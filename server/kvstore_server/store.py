@@ -1,0 +1,493 @@
+"""The store: match, load, reserve, take in, commit, give up, evict. The only writer of the indexes.
+
+Everything here is synchronous and runs on the daemon's loop. Where bytes must move, a method returns what to
+copy, and another takes note when that is done; nothing is awaited in between here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, WriterFailed
+from kvstore.spec import KVSpec
+from kvstore.transport.shm import SlabLayout
+from kvstore.types import BlockHash, ByteArray, IntArray, Location, Namespace, Outcome, SessionId, SlabId, WriteId
+from kvstore_server.eviction import LRU, Ticks
+from kvstore_server.index import NONE, Index, State
+from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
+from kvstore_server.writes import Follow, Pending, Writes, mask_of, parts_of
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start. `blocks_asked == blocks_hit + blocks_missed`."""
+
+    matches: int = 0
+    blocks_asked: int = 0
+    blocks_hit: int = 0
+    blocks_missed: int = 0
+    blocks_stored: int = 0
+    blocks_loaded: int = 0
+    blocks_evicted: int = 0
+    blocks_removed: int = 0
+    blocks_lost: int = 0
+    blocks_aborted: int = 0
+    blocks_refused: int = 0
+    bytes_stored: int = 0
+    sessions_opened: int = 0
+    sessions_reaped: int = 0
+
+
+@dataclass(slots=True)
+class Space:
+    """One namespace: its spec, its index, the blocks of it in writing, and the order in which they go."""
+
+    spec: KVSpec
+    layout: SlabLayout
+    policy: LRU
+    index: Index
+    writes: Writes = field(default_factory=Writes)
+    part_ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.spec.namespace
+
+    @property
+    def all_parts(self) -> int:
+        return (1 << self.spec.num_parts) - 1
+
+
+@dataclass(slots=True)
+class Write:
+    """One Store request: what became of each of its blocks, and those this writer still works on, by index."""
+
+    id: WriteId
+    space: Space
+    hashes: list[BlockHash]
+    outcomes: list[Outcome]
+    pending: dict[int, Pending] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes to take in: from `source[source_offset:]` to `target[target_offset:]`."""
+
+    target: ByteArray
+    target_offset: int
+    source: ByteArray
+    source_offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Copies of one StorePart, and the (block, part) that each belongs to.
+
+    Blocks of the request that had been given up before are left out.
+    """
+
+    write: Write
+    copies: list[Copy]
+    parts: list[tuple[Pending, int]]
+    num_left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a Load found: rows that are leased now, where they lie, and what cannot be served."""
+
+    rows: IntArray
+    location: Location
+    errors: dict[int, KVStoreError]
+    writing: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Blocks that were stored or removed, for whoever watches. Parents are given for stored ones."""
+
+    namespace: Namespace
+    stored: bool
+    hashes: list[BlockHash]
+    parents: list[BlockHash | None]
+    block_tokens: int
+
+
+class Store:
+    """All namespaces over one cpu tier."""
+
+    def __init__(
+        self,
+        tier: CpuTier,
+        *,
+        on_change: Callable[[Change], None] = lambda change: None,
+        on_slab_closed: Callable[[SlabId, frozenset[SessionId]], None] = lambda slab, sessions: None,
+    ) -> None:
+        self.tier = tier
+        self.counters = Counters()
+        self.spaces: dict[Namespace, Space] = {}
+        self._ticks = Ticks()
+        self._on_change = on_change
+        self._on_slab_closed = on_slab_closed
+        self._last_generation = 0
+        self._last_write = 0
+
+    def open_space(self, spec: KVSpec) -> Space:
+        """The namespace of this spec; made if it is new."""
+        space = self.spaces.get(spec.namespace)
+        if space is None:
+            layout = self.tier.layout(spec)
+            if layout.size_bytes > self.tier.arena.capacity_bytes:
+                raise InvalidRequest(
+                    f"spec: expected blocks that fit into the cpu tier of {self.tier.arena.capacity_bytes} bytes, "
+                    f"got blocks of {spec.block_bytes}; enlarge the tier or use fewer tokens per block"
+                )
+            policy = LRU(self._ticks)
+            ranges = [spec.part_range(part) for part in range(spec.num_parts)]
+            space = Space(spec, layout, policy, Index(policy), part_ranges=ranges)
+            self.spaces[spec.namespace] = space
+        return space
+
+    # Reading.
+
+    def match(self, space: Space, hashes: Sequence[BlockHash]) -> tuple[IntArray, int]:
+        """Rows of the longest committed prefix, just used; and how many blocks after it are being written."""
+        rows, num_writing = space.index.prefix(hashes)
+        if len(rows):
+            space.index.touch(rows)
+        self.counters.matches += 1
+        self.counters.blocks_asked += len(hashes)
+        self.counters.blocks_hit += len(rows)
+        self.counters.blocks_missed += len(hashes) - len(rows)
+        return rows, num_writing
+
+    def load(self, space: Space, hashes: Sequence[BlockHash], follow: Follow | None) -> Loaded:
+        """The blocks that can be served are leased and located; with `follow`, those in writing too."""
+        rows = space.index.find(hashes)
+        states = space.index.states(rows)
+        served = states == State.COMMITTED
+        errors: dict[int, KVStoreError] = {}
+        writing: list[int] = []
+        for index in np.flatnonzero(~served).tolist():
+            name = hashes[index].hex()[:12]
+            if states[index] != State.WRITING:
+                errors[index] = BlockMissing(f"block {name}…: not stored (any more); recompute")
+            elif follow is None:
+                errors[index] = WriterFailed(f"block {name}…: still being written; match again, or follow")
+            else:
+                pending = space.writes.get(int(rows[index]))
+                assert pending is not None
+                space.writes.follow(pending, follow, index)
+                writing.append(index)
+                served[index] = True
+        leased = rows[served]
+        space.index.lease(leased)
+        slabs, places, generations = np.zeros((3, len(rows)), np.int64)
+        slabs[served], places[served] = slabs_and_places(space.index.slots(leased))
+        generations[served] = space.index.generations(leased)
+        self.counters.blocks_loaded += len(leased)
+        return Loaded(leased, Location(slabs, places, generations), errors, writing)
+
+    # Writing.
+
+    def reserve(
+        self, space: Space, *, parent: BlockHash | None, hashes: Sequence[BlockHash], parts: Sequence[int]
+    ) -> Write:
+        """Every block that is new and has room is in writing; the outcomes say what became of each."""
+        self._last_write += 1
+        write = Write(WriteId(self._last_write), space, list(hashes), [])
+        index = space.index
+        before = NONE
+        if parent is not None:
+            before = int(index.find([parent])[0])
+            if before == NONE or index.state(before) == State.HOLE:
+                write.outcomes = [Outcome.ORPHAN] * len(hashes)
+                return write
+        claimed = mask_of(parts) if parts else space.all_parts
+        with self._held(space, [*([parent] if parent is not None else []), *hashes]):
+            missing = int((index.states(index.find(hashes)) == State.HOLE).sum())
+            slots = self._make_room(space, missing)
+            for position, block_hash in enumerate(hashes):
+                outcome, before = self._reserve_one(write, position, block_hash, before, claimed, slots)
+                write.outcomes.append(outcome)
+                if outcome is Outcome.FULL:
+                    rest = len(hashes) - position - 1
+                    write.outcomes.extend([Outcome.FULL] * rest)
+                    self.counters.blocks_refused += rest + 1
+                    break
+            self.tier.arena.free(slots)
+            known = index.find(hashes[: len(hashes) - write.outcomes.count(Outcome.FULL)])
+            if len(known):
+                index.touch(known)
+        return write
+
+    def _reserve_one(
+        self, write: Write, position: int, block_hash: BlockHash, before: int, claimed: int, slots: list[int]
+    ) -> tuple[Outcome, int]:
+        """The outcome for one block, and its row, which is the parent of the next."""
+        space, index = write.space, write.space.index
+        row = int(index.find([block_hash])[0])
+        state = State.HOLE if row == NONE else index.state(row)
+        if state is State.COMMITTED:
+            return Outcome.STORED, row
+        if state is State.WRITING:
+            pending = space.writes.get(row)
+            assert pending is not None
+            if not space.writes.join(pending, writer=write.id, parts=claimed):
+                return Outcome.WRITING, row
+            write.pending[position] = pending
+            return Outcome.NEW, row
+        if not slots:
+            return Outcome.FULL, before
+        slot = slots.pop()
+        self._last_generation += 1
+        row = index.insert(block_hash, parent=before, slot=slot, generation=self._last_generation)
+        self.tier.publish(
+            slot, generation=self._last_generation, block_hash=block_hash, used_bytes=space.spec.block_bytes
+        )
+        write.pending[position] = space.writes.begin(
+            row=row, slot=slot, all_parts=space.all_parts, writer=write.id, parts=claimed
+        )
+        return Outcome.NEW, row
+
+    def plan_intake(
+        self, write: Write, *, blocks: IntArray, parts: IntArray, region: ByteArray, offsets: IntArray
+    ) -> Intake:
+        """The copies that bring the grid blocks x parts in. Each block must be `parts_arrived` afterwards.
+
+        Raises: InvalidRequest, if anything is out of range, not reserved by this write, or was sent before;
+        nothing is changed then. Blocks that were given up meanwhile are left out.
+        """
+        if len(offsets) != len(blocks) * len(parts) or not len(offsets):
+            raise InvalidRequest(
+                f"offsets: expected {len(blocks)} blocks x {len(parts)} parts, at least one, got {len(offsets)}"
+            )
+        wanted = mask_of(self._checked_parts(write, parts))
+        sizes = [size for _, size in (write.space.part_ranges[part] for part in parts.tolist())]
+        ends = offsets.reshape(len(blocks), len(parts)) + np.array(sizes, np.int64)
+        if ends.max() > region.size:
+            raise InvalidRequest(f"offsets: expected parts within the region of {region.size} bytes, got {ends.max()}")
+        taken: list[Pending | None] = []
+        for block in blocks.tolist():
+            pending = write.pending.get(block)
+            if pending is None:
+                raise InvalidRequest(f"blocks: expected blocks reserved by write {write.id}, got {block}")
+            if not pending.given_up and pending.owed.get(write.id, 0) & wanted != wanted:
+                again = parts_of(wanted & ~pending.owed.get(write.id, 0))
+                raise InvalidRequest(f"block {block}: expected parts that this write owes, got parts {again}")
+            taken.append(None if pending.given_up else pending)
+        if len(set(blocks.tolist())) != len(blocks):
+            raise InvalidRequest("blocks: expected each block once, got one twice")
+        copies: list[Copy] = []
+        entries: list[tuple[Pending, int]] = []
+        where = iter(offsets.tolist())
+        for taking in taken:
+            target = None if taking is None else self.tier.bytes_of(taking.slot)
+            for part in parts.tolist():
+                source_offset = next(where)
+                if taking is not None and target is not None:
+                    begin, size = write.space.part_ranges[part]
+                    copies.append(Copy(target, begin, region, source_offset, size))
+                    entries.append((taking, part))
+            if taking is not None:
+                write.space.writes.take(taking, writer=write.id, parts=wanted)
+        self.counters.bytes_stored += sum(copy.size_bytes for copy in copies)
+        return Intake(write, copies, entries, taken.count(None))
+
+    def _checked_parts(self, write: Write, parts: IntArray) -> list[int]:
+        num_parts = write.space.spec.num_parts
+        numbers: list[int] = parts.tolist()
+        if len(set(numbers)) != len(numbers) or not all(part < num_parts for part in numbers):
+            raise InvalidRequest(f"parts: expected different ones from 0 to {num_parts - 1}, got {numbers[:8]}")
+        return numbers
+
+    def parts_arrived(self, intake: Intake, checksums: Sequence[int]) -> int:
+        """The copies are done; complete blocks are committed. Returns how many are."""
+        space = intake.write.space
+        arrived: dict[int, tuple[Pending, int]] = {}
+        for (pending, part), checksum in zip(intake.parts, checksums, strict=True):
+            if not pending.given_up:
+                self.tier.checksums(pending.slot)[part] = checksum
+            _, mask = arrived.get(id(pending), (pending, 0))
+            arrived[id(pending)] = (pending, mask | 1 << part)
+        complete: list[Pending] = []
+        for pending, mask in arrived.values():
+            space.writes.arrive(pending, mask)
+            if pending.given_up and not pending.copying:
+                self.tier.arena.free([pending.slot])
+            elif space.writes.is_complete(pending):
+                complete.append(pending)
+        self._commit(space, complete)
+        return len(complete)
+
+    def _commit(self, space: Space, complete: list[Pending]) -> None:
+        if not complete:
+            return
+        for pending in complete:
+            space.writes.finish(pending)
+        rows = np.array([pending.row for pending in complete], np.int64)
+        space.index.commit(rows)
+        self.counters.blocks_stored += len(rows)
+        self._on_change(self.change_of(space, rows, stored=True))
+
+    def finish_write(self, write: Write, *, abort: bool = False) -> int:
+        """The writer sends no more; blocks that wait for it (with `abort`: all not committed) are given up.
+
+        Returns how many were given up. Idempotent.
+        """
+        given_up = 0
+        for pending in write.pending.values():
+            if write.space.writes.get(pending.row) is not pending:
+                continue  # committed, or given up before
+            if abort or pending.owed.get(write.id, 0):
+                self._give_up(write.space, pending)
+                given_up += 1
+            else:
+                pending.owed.pop(write.id, None)
+        return given_up
+
+    def outcomes(self, write: Write) -> list[Outcome]:
+        """What has become of each block by now."""
+        outcomes = list(write.outcomes)
+        for position, pending in write.pending.items():
+            if pending.given_up:
+                outcomes[position] = Outcome.FAILED
+            elif pending.arrived == pending.all_parts:
+                outcomes[position] = Outcome.STORED
+            else:
+                outcomes[position] = Outcome.WRITING
+        return outcomes
+
+    def _give_up(self, space: Space, pending: Pending) -> None:
+        space.writes.give_up(pending)
+        space.index.drop(pending.row)
+        self.tier.retract(pending.slot, used_bytes=space.spec.block_bytes)
+        if not pending.copying:
+            self.tier.arena.free([pending.slot])
+        self.counters.blocks_aborted += 1
+
+    # Making room.
+
+    @contextmanager
+    def _held(self, space: Space, hashes: list[BlockHash]) -> Iterator[None]:
+        """None of these blocks is evicted in the meantime."""
+        rows = space.index.find(hashes)
+        rows = rows[rows != NONE]
+        space.index.lease(rows)
+        try:
+            yield
+        finally:
+            space.index.unlease(rows)
+
+    def _make_room(self, space: Space, count: int) -> list[int]:
+        """Up to `count` slots: free ones, then a new slab, a slab of a colder namespace, the oldest blocks."""
+        arena = self.tier.arena
+        slots = arena.allocate(space.namespace, count)
+        while len(slots) < count and self.tier.open_slab(space.spec, space.layout):
+            slots += arena.allocate(space.namespace, count - len(slots))
+        while len(slots) < count and self._take_over_slab(space):
+            slots += arena.allocate(space.namespace, count - len(slots))
+        evicted: list[BlockHash] = []
+        while len(slots) < count:
+            row = space.index.victim()
+            if row is None:
+                break
+            evicted.append(space.index.hash_of(row))
+            self._drop(space, row)
+            slots += arena.allocate(space.namespace, 1)
+        self.counters.blocks_evicted += len(evicted)
+        self._removed(space, evicted)
+        return slots
+
+    def _take_over_slab(self, space: Space) -> bool:
+        """The namespace has one more slab, taken from one whose every block is older than all of ours."""
+        mine = space.index.committed()
+        mine = mine[~space.index.held(mine)]
+        oldest = int(space.policy.stamp(mine).min()) if len(mine) else self._ticks.now
+        best: tuple[int, Space, SlabId] | None = None
+        for other in self.spaces.values():
+            if other is not space:
+                for newest, slab in self._coldness(other):
+                    if newest < oldest and (best is None or newest < best[0]):
+                        best = (newest, other, slab)
+        if best is None:
+            return False
+        _, other, slab = best
+        rows = other.index.committed()
+        rows = rows[slabs_and_places(other.index.slots(rows))[0] == slab]
+        self._evict_all(other, rows)
+        self._on_slab_closed(slab, self.tier.close_slab(slab))
+        return self.tier.open_slab(space.spec, space.layout)
+
+    def _coldness(self, space: Space) -> Iterator[tuple[int, SlabId]]:
+        """For each slab that could be emptied now: the tick at which it was last used, and its id."""
+        rows = space.index.committed()
+        slabs, _ = slabs_and_places(space.index.slots(rows))
+        held = set(slabs[space.index.held(rows)].tolist())
+        stamps = space.policy.stamp(rows)
+        for slab in self.tier.arena.slabs_of(space.namespace):
+            inside = stamps[slabs == slab]
+            # A slot in use that is not of a committed block is being written into.
+            if slab not in held and self.tier.arena.num_used(slab) == len(inside):
+                yield int(inside.max()) if len(inside) else 0, slab
+
+    def _evict_all(self, space: Space, rows: IntArray) -> None:
+        hashes = [space.index.hash_of(row) for row in rows.tolist()]
+        for row in rows.tolist():
+            self._drop(space, row)
+        self.counters.blocks_evicted += len(hashes)
+        self._removed(space, hashes)
+
+    def set_pinned(self, space: Space, hashes: Sequence[BlockHash], pinned: bool) -> int:
+        """Those of the blocks that are committed are pinned, or not; returns how many. Idempotent."""
+        rows = space.index.find(hashes)
+        rows = rows[space.index.states(rows) == State.COMMITTED]
+        (space.index.pin if pinned else space.index.unpin)(rows)
+        return len(rows)
+
+    # Removing.
+
+    def clear(self, space: Space) -> tuple[int, int]:
+        """Committed blocks that nothing holds are gone; returns how many, and how many were kept."""
+        rows = space.index.committed()
+        held = space.index.held(rows)
+        removed = rows[~held]
+        hashes = [space.index.hash_of(row) for row in removed.tolist()]
+        for row in removed.tolist():
+            self._drop(space, row)
+        self.counters.blocks_removed += len(hashes)
+        self._removed(space, hashes)
+        return len(hashes), int(held.sum())
+
+    def lose(self, space: Space, block_hash: BlockHash) -> None:
+        """A committed block whose bytes are wrong is gone, whoever holds it: its readers take a miss."""
+        row = int(space.index.find([block_hash])[0])
+        if row != NONE and space.index.state(row) is State.COMMITTED:
+            self._drop(space, row)
+            self.counters.blocks_lost += 1
+            self._removed(space, [block_hash])
+
+    def _drop(self, space: Space, row: int) -> None:
+        slot = space.index.drop(row)
+        self.tier.retract(slot, used_bytes=space.spec.block_bytes)
+        self.tier.arena.free([slot])
+
+    def _removed(self, space: Space, hashes: list[BlockHash]) -> None:
+        if hashes:
+            self._on_change(Change(space.namespace, False, hashes, [], space.spec.block_tokens))
+
+    def change_of(self, space: Space, rows: IntArray, *, stored: bool) -> Change:
+        """What a watcher is told of these committed blocks."""
+        hashes = [space.index.hash_of(row) for row in rows.tolist()]
+        parents = [space.index.parent_hash(row) for row in rows.tolist()]
+        return Change(space.namespace, stored, hashes, parents, space.spec.block_tokens)
+
+    def validate(self) -> None:
+        """Every invariant over indexes, writes and slots holds, else AssertionError. For tests."""
+        self.tier.arena.validate()
+        for space in self.spaces.values():
+            space.index.validate()
+            assert space.index.count(State.WRITING) == len(space.writes)

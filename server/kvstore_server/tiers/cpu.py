@@ -1,0 +1,191 @@
+"""The cpu tier: slabs of shared memory, written by the daemon, readable by the clients they are handed to.
+
+Who has a slab mapped is kept here, because the memory of a slab that was closed comes back only when the last
+of its readers has unmapped it (docs/adr/0003). Runs on the daemon's loop, but for `add_spare`.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.spec import KVSpec
+from kvstore.transport.shm import SlabLayout, create_memfd, populate, seal_slab
+from kvstore.types import AnyArray, BlockHash, ByteArray, IntArray, Namespace, SessionId, SlabId
+from kvstore_server.tiers.pinning import PageLock
+from kvstore_server.tiers.slab import MAX_SLOTS, SLOT_BITS, SlabArena, place_of, slab_of
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """The memory of one slab: its descriptor, headers `[num_slots]`, and slots `[num_slots, slot_bytes]`."""
+
+    fd: int
+    memory: ByteArray
+    headers: AnyArray
+    slots: ByteArray
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatistics:
+    """A snapshot. `slab_bytes` is what the slabs take, `used_bytes` what the blocks in them take."""
+
+    tier: str
+    capacity_bytes: int
+    slab_bytes: int
+    used_bytes: int
+    num_slabs: int
+    pages: str
+
+
+class CpuTier:
+    """Slots in shared memory. A slot that is not published shows generation 0, so that no reader accepts it."""
+
+    def __init__(self, *, capacity_bytes: int, slab_bytes: int, page_lock: PageLock) -> None:
+        self.arena = SlabArena(capacity_bytes)
+        self.slab_bytes = slab_bytes
+        self._page_lock = page_lock
+        self._slabs: dict[SlabId, Slab] = {}
+        self._readers: dict[SlabId, set[SessionId]] = {}
+        self._spares: list[tuple[int, ByteArray]] = []
+        self._spares_lock = threading.Lock()
+        self._used_bytes = 0
+
+    def layout(self, spec: KVSpec) -> SlabLayout:
+        """How a slab of this spec is laid out."""
+        layout = SlabLayout.fitting(
+            size_bytes=min(self.slab_bytes, self.arena.capacity_bytes),
+            num_parts=spec.num_parts,
+            block_bytes=spec.block_bytes,
+        )
+        if layout.num_slots <= MAX_SLOTS:
+            return layout
+        return SlabLayout.of(num_slots=MAX_SLOTS, num_parts=spec.num_parts, block_bytes=spec.block_bytes)
+
+    def open_slab(self, spec: KVSpec, layout: SlabLayout) -> bool:
+        """The namespace has one slab more; False if the capacity does not allow it."""
+        size_bytes = max(layout.size_bytes, self.slab_bytes)
+        if not self.arena.fits(size_bytes):
+            size_bytes = layout.size_bytes
+            if not self.arena.fits(size_bytes):
+                return False
+        fd, memory = self._take_spare(size_bytes) or create_memfd("kvstore-slab", size_bytes)
+        seal_slab(fd)
+        self._page_lock.lock(memory)
+        slab = self.arena.open(spec.namespace, num_slots=layout.num_slots, size_bytes=size_bytes)
+        self._slabs[slab] = Slab(fd, memory, layout.headers(memory), layout.slots(memory))
+        self._readers[slab] = set()
+        return True
+
+    def close_slab(self, slab: SlabId) -> frozenset[SessionId]:
+        """The slab, whose slots are all free, is given up; returns the sessions that must unmap it first."""
+        self.arena.close(slab)
+        closed = self._slabs.pop(slab)
+        self._page_lock.unlock(closed.memory)
+        os.close(closed.fd)
+        readers = frozenset(self._readers[slab])
+        self._forget_if_unread(slab)
+        return readers
+
+    def publish(self, slot: int, *, generation: int, block_hash: BlockHash, used_bytes: int) -> None:
+        """The slot belongs to this block; a reader that knew another generation takes a miss."""
+        header = self._slabs[slab_of(slot)].headers[place_of(slot)]
+        header["hash"] = block_hash
+        header["generation"] = generation
+        self._used_bytes += used_bytes
+
+    def retract(self, slot: int, *, used_bytes: int) -> None:
+        """The slot holds nothing; readers take a miss from now on. It is not free yet."""
+        self._slabs[slab_of(slot)].headers["generation"][place_of(slot)] = 0
+        self._used_bytes -= used_bytes
+
+    def bytes_of(self, slot: int) -> ByteArray:
+        """`[slot_bytes]`: the memory of the slot."""
+        memory: ByteArray = self._slabs[slab_of(slot)].slots[place_of(slot)]
+        return memory
+
+    def checksums(self, slot: int) -> AnyArray:
+        """`[num_parts]` u64 in the header of the slot, to be read and written."""
+        checksums: AnyArray = self._slabs[slab_of(slot)].headers["checksums"][place_of(slot)]
+        return checksums
+
+    def belongs(self, slab: SlabId, namespace: Namespace) -> bool:
+        """Whether there is such a slab, and it holds blocks of this namespace."""
+        return slab in self._slabs and slab in self.arena.slabs_of(namespace)
+
+    def descriptor(self, slab: SlabId, session: SessionId) -> tuple[int, int]:
+        """A read-only descriptor, the caller's to close, and the slab's bytes.
+
+        From now on the session counts as a reader, until it says that it has unmapped the slab, or ends.
+        """
+        self._readers[slab].add(session)
+        opened = self._slabs[slab]
+        return os.open(f"/proc/self/fd/{opened.fd}", os.O_RDONLY | os.O_CLOEXEC), opened.memory.size
+
+    def unmapped(self, slab: SlabId, session: SessionId) -> None:
+        """The session has the slab mapped no more; unknown slabs are ignored."""
+        if slab in self._readers:
+            self._readers[slab].discard(session)
+            self._forget_if_unread(slab)
+
+    def session_ended(self, session: SessionId) -> None:
+        """The session has nothing mapped that counts."""
+        for slab in list(self._readers):
+            self.unmapped(slab, session)
+
+    def add_spare(self) -> bool:
+        """One more slab's memory is there, with all its pages; False when the capacity is reached. Any thread."""
+        with self._spares_lock:
+            planned = self.arena.used_bytes + len(self._spares) * self.slab_bytes
+        if planned + self.slab_bytes > self.arena.capacity_bytes:
+            return False
+        fd, memory = create_memfd("kvstore-slab", self.slab_bytes)
+        populate(memory)
+        with self._spares_lock:
+            self._spares.append((fd, memory))
+        return True
+
+    def statistics(self) -> TierStatistics:
+        return TierStatistics(
+            tier="cpu",
+            capacity_bytes=self.arena.capacity_bytes,
+            slab_bytes=self.arena.used_bytes,
+            used_bytes=self._used_bytes,
+            num_slabs=self.arena.num_slabs,
+            pages=shmem_pages(),
+        )
+
+    def close(self) -> None:
+        """All descriptors are closed; the memory goes when the last mapping does."""
+        for slab in self._slabs.values():
+            self._page_lock.unlock(slab.memory)
+            os.close(slab.fd)
+        for fd, _ in self._spares:
+            os.close(fd)
+        self._slabs.clear()
+        self._spares.clear()
+
+    def _take_spare(self, size_bytes: int) -> tuple[int, ByteArray] | None:
+        with self._spares_lock:
+            return self._spares.pop() if self._spares and size_bytes == self.slab_bytes else None
+
+    def _forget_if_unread(self, slab: SlabId) -> None:
+        if slab not in self._slabs and not self._readers[slab]:
+            del self._readers[slab]
+            self.arena.forget(slab)
+
+
+def shmem_pages(read: Callable[[Path], str] = Path.read_text) -> str:
+    """Which pages the kernel gives to memfds: "huge pages" or "4 KiB pages"."""
+    try:
+        setting = read(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    except OSError:
+        return "4 KiB pages"
+    granted = any(f"[{word}]" in setting for word in ("always", "within_size", "advise", "force"))
+    return "huge pages" if granted else "4 KiB pages"
+
+
+def slabs_and_places(slots: IntArray) -> tuple[IntArray, IntArray]:
+    """`[n]` slab ids and `[n]` places in them, of `[n]` slots."""
+    return slots >> SLOT_BITS, slots & (MAX_SLOTS - 1)

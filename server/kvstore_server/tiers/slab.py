@@ -1,0 +1,128 @@
+"""A tier's arena, cut into slabs of one namespace each, cut into equal slots. Pure allocation: no memory here.
+
+A slot is named by one integer, `slab id << SLOT_BITS | place in the slab`. Slab ids are never used twice, so a
+slot of a slab that is gone can never be taken for one of a slab that is there.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.types import Namespace, SlabId
+
+SLOT_BITS: Final = 20
+MAX_SLOTS: Final = 1 << SLOT_BITS
+
+
+def slot_id(slab: SlabId, place: int) -> int:
+    return slab << SLOT_BITS | place
+
+
+def slab_of(slot: int) -> SlabId:
+    return SlabId(slot >> SLOT_BITS)
+
+
+def place_of(slot: int) -> int:
+    return slot & (MAX_SLOTS - 1)
+
+
+@dataclass(slots=True)
+class _Slab:
+    namespace: Namespace
+    num_slots: int
+    size_bytes: int
+    num_used: int = 0
+
+
+@dataclass(slots=True)
+class SlabArena:
+    """`capacity_bytes` shared by the slabs of all namespaces.
+
+    A slab that is closed still counts against the capacity until `forget`: its readers may have it mapped.
+    """
+
+    capacity_bytes: int
+    _slabs: dict[SlabId, _Slab] = field(default_factory=dict)
+    _free: dict[Namespace, list[int]] = field(default_factory=dict)
+    _lingering: dict[SlabId, int] = field(default_factory=dict)
+    _used_bytes: int = 0
+    _next_id: int = 1
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slabs, closed ones that linger included."""
+        return self._used_bytes
+
+    @property
+    def num_slabs(self) -> int:
+        return len(self._slabs)
+
+    def num_free(self, namespace: Namespace) -> int:
+        return len(self._free.get(namespace, ()))
+
+    def slabs_of(self, namespace: Namespace) -> list[SlabId]:
+        return [number for number, slab in self._slabs.items() if slab.namespace == namespace]
+
+    def slab_bytes(self, namespace: Namespace) -> int:
+        return sum(slab.size_bytes for slab in self._slabs.values() if slab.namespace == namespace)
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether a slab of this size can be opened."""
+        return self._used_bytes + size_bytes <= self.capacity_bytes
+
+    def open(self, namespace: Namespace, *, num_slots: int, size_bytes: int) -> SlabId:
+        """A new slab of the namespace, all slots free. It must fit."""
+        assert self.fits(size_bytes)
+        assert 0 < num_slots <= MAX_SLOTS
+        slab = SlabId(self._next_id)
+        self._next_id += 1
+        self._slabs[slab] = _Slab(namespace, num_slots, size_bytes)
+        self._used_bytes += size_bytes
+        # Reversed, so that slots are given out from the front.
+        self._free.setdefault(namespace, []).extend(slot_id(slab, place) for place in reversed(range(num_slots)))
+        return slab
+
+    def allocate(self, namespace: Namespace, count: int) -> list[int]:
+        """Up to `count` free slots of the namespace, now in use."""
+        free = self._free.get(namespace, [])
+        count = min(count, len(free))
+        slots = free[len(free) - count :][::-1]
+        del free[len(free) - count :]
+        for slot in slots:
+            self._slabs[slab_of(slot)].num_used += 1
+        return slots
+
+    def free(self, slots: Iterable[int]) -> None:
+        """These slots, all in use, can be allocated again."""
+        for slot in slots:
+            slab = self._slabs[slab_of(slot)]
+            assert slab.num_used > 0, "a slot was freed twice"
+            slab.num_used -= 1
+            self._free[slab.namespace].append(slot)
+
+    def num_used(self, slab: SlabId) -> int:
+        """Slots of the slab that are in use."""
+        return self._slabs[slab].num_used
+
+    def close(self, slab: SlabId) -> None:
+        """The slab, whose slots are all free, gives out no more; its bytes count until `forget`."""
+        closed = self._slabs.pop(slab)
+        assert closed.num_used == 0, "a slab with blocks in it was closed"
+        self._free[closed.namespace] = [slot for slot in self._free[closed.namespace] if slab_of(slot) != slab]
+        self._lingering[slab] = closed.size_bytes
+
+    def forget(self, slab: SlabId) -> None:
+        """Nobody has the closed slab mapped any more: its bytes can be used."""
+        self._used_bytes -= self._lingering.pop(slab)
+
+    def validate(self) -> None:
+        """Every invariant of this class holds, else AssertionError. For tests."""
+        free = [slot for slots in self._free.values() for slot in slots]
+        assert len(free) == len(set(free)), "a slot is free twice"
+        for number, slab in self._slabs.items():
+            mine = [slot for slot in self._free[slab.namespace] if slab_of(slot) == number]
+            assert len(mine) == slab.num_slots - slab.num_used, "used slots are miscounted"
+            assert all(place_of(slot) < slab.num_slots for slot in mine)
+        assert len(free) == sum(slab.num_slots - slab.num_used for slab in self._slabs.values())
+        total = sum(slab.size_bytes for slab in self._slabs.values()) + sum(self._lingering.values())
+        assert total == self._used_bytes <= self.capacity_bytes
