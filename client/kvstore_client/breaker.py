@@ -20,8 +20,8 @@ class BreakerState(Enum):
 class Breaker:
     """Closed until `failures` calls in a row had no answer; then open for a cooldown, then one probe.
 
-    A probe that succeeds closes it; one that fails opens it for twice as long, up to 30 s. A probe that nobody
-    reported on for a whole cooldown is given up, and the next call is the probe. Thread-safe.
+    A probe that succeeds closes it; one that fails opens it for twice as long, up to 30 s. A probe that
+    nobody reported on for a whole cooldown is given up, and the next call is the probe. Thread-safe.
     """
 
     def __init__(
@@ -45,20 +45,19 @@ class Breaker:
 
     def admit(self) -> float:
         """0.0: the call may go out, and its end must be reported; else the seconds until one may."""
-        if self._state is BreakerState.CLOSED:
-            return 0.0
         with self._lock:
+            if self._state is BreakerState.CLOSED:
+                return 0.0
             now = self._clock()
             remaining_s = self._since + self._cooldown_s - now
-            if self._state is BreakerState.CLOSED or remaining_s <= 0:
-                if self._state is not BreakerState.CLOSED:
-                    self._state = BreakerState.HALF_OPEN
-                    self._since = now
-                return 0.0
-            return remaining_s
+            if remaining_s > 0:
+                return remaining_s
+            self._state = BreakerState.HALF_OPEN
+            self._since = now
+            return 0.0
 
     def succeeded(self) -> None:
-        """A call was answered, whatever the answer; one that went out before the breaker opened counts for nothing."""
+        """A call was answered, whatever the answer; one from before the breaker opened counts for nothing."""
         if self._failures == 0 and self._state is BreakerState.CLOSED:
             return
         with self._lock:

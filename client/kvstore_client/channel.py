@@ -44,7 +44,9 @@ _CHANNEL_OPTIONS: Final = (
 
 
 class Channel:
-    """The way to the daemon. Nothing here blocks the caller but `session` and `wait_ready`, and both have a deadline.
+    """The way to the daemon.
+
+    Nothing here blocks the caller but `session` and `wait_ready`, and both have a deadline.
 
     `on_session` is called on the background thread for each new session, before anyone can use it.
     """
@@ -98,7 +100,10 @@ class Channel:
         raise self._reason()
 
     def wait_ready(self, deadline: float) -> Session:
-        """The open session. Raises: the reason why there is none at the deadline, or earlier if it is a refusal."""
+        """The open session.
+
+        Raises: the reason why there is none at the deadline, or earlier if it is a refusal.
+        """
         with self._changed:
             while self.current is None:
                 refused = isinstance(self._failure, _REFUSALS)

@@ -91,8 +91,8 @@ class Exchange:
             connection.close()
             raise Unsupported(
                 f"shm socket {self._path}: expected to reach the daemon's socket from here, got: "
-                f"{error.strerror}; run the client on the daemon's host, mount the directory of that path at the "
-                "same place in its container, and give its user access"
+                f"{error.strerror}; run the client on the daemon's host, mount the directory of that path at "
+                "the same place in its container, and give its user access"
             ) from None
         except BaseException:
             connection.close()

@@ -1,7 +1,7 @@
 """One stream to the daemon: requests go out by a queue, answers come back by their request id.
 
-A call costs one queue put and one wait on a lock that the reader thread releases; there are no other hops. What
-ends the stream ends every call that waits on it, at once, with `StoreUnavailable`.
+A call costs one queue put and one wait on a lock that the reader thread releases; there are no other hops.
+What ends the stream ends every call that waits on it, at once, with `StoreUnavailable`.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 
 import grpc
 
-from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable, error_of
+from kvstore.errors import KVStoreError, StoreBug, StoreTimeout, StoreUnavailable, error_of
 from kvstore.types import BootId, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import StoreStub
@@ -29,11 +29,11 @@ _CANCELLED: Final = 1
 
 
 class _Pending:
-    """A request that was not answered yet: somebody waits on `latch`, or `then` is called, or first one, then the other."""
+    """A request without an answer: somebody waits on `latch`, or `then` is called, or one after the other."""
 
     __slots__ = ("answer", "lasting", "latch", "then")
 
-    def __init__(self, latch: threading.Lock | None, then: OnAnswer | None, lasting: bool) -> None:
+    def __init__(self, latch: "threading.Lock | None", then: OnAnswer | None, lasting: bool) -> None:
         self.latch = latch
         self.then = then
         self.lasting = lasting  # several answers: stays until `forget`
@@ -77,9 +77,14 @@ class Session:
         return self._ended is None
 
     def greet(self, hello: pb.Hello, *, timeout_s: float) -> None:
-        """The daemon has welcomed this session. Raises: what the daemon refused it with, StoreTimeout, StoreUnavailable."""
+        """The daemon has welcomed this session.
+
+        Raises: what the daemon refused it with, StoreTimeout, StoreUnavailable.
+        """
         entry = self._send(pb.ClientMessage(hello=hello), threading.Lock(), None, lasting=False)
         welcome = self._await(entry, time.monotonic() + timeout_s, "hello").welcome
+        if welcome.heartbeat_ms < 1:
+            raise StoreBug("welcome: expected a heartbeat of at least 1 ms, got 0; report it")
         self.boot_id = BootId(welcome.boot_id)
         self.session_id = welcome.session_id
         self.namespace = Namespace(welcome.namespace)
@@ -99,18 +104,18 @@ class Session:
     ) -> tuple[pb.ServerMessage, int]:
         """The answer, and the id of the request.
 
-        `then` gets an answer that comes after the deadline; with `lasting`, every later one, and the error that
-        ends the stream, until `forget`.
+        `then` gets an answer that comes after the deadline; with `lasting`, every later one, and the
+        error that ends the stream, until `forget`.
 
-        Raises: the error that the daemon answers with; StoreTimeout; StoreUnavailable, if the stream ends or the
-        breaker is open.
+        Raises: the error that the daemon answers with; StoreTimeout; StoreUnavailable, if the stream
+        ends or the breaker is open.
         """
         self._counters.add("calls")
         wait_s = self._breaker.admit()
         if wait_s:
             self._counters.add("failures")
             raise StoreUnavailable(
-                f"circuit breaker: open, because the store did not answer; next try in {wait_s:.1f} s; recompute"
+                f"circuit breaker: open, as the store did not answer; next try in {wait_s:.1f} s; recompute"
             )
         try:
             entry = self._send(message, threading.Lock(), then, lasting=lasting, deadline=deadline)
@@ -122,14 +127,17 @@ class Session:
         return answer, message.request_id
 
     def start(self, message: pb.ClientMessage, then: OnAnswer) -> None:
-        """The request is on its way; `then` gets the answer, or the error that ended the stream, exactly once."""
+        """The request is on its way; `then` gets the answer, or what ended the stream, exactly once."""
         try:
             self._send(message, None, then, lasting=False)
         except KVStoreError as error:
             then(error)
 
     def tell(self, message: pb.ClientMessage) -> None:
-        """The request is on its way, and nobody waits for an answer. Takes no lock, so that finalizers may call it."""
+        """The request is on its way, and nobody waits for an answer.
+
+        Takes no lock, so that finalizers may call it.
+        """
         message.request_id = next(self._ids)
         self.sent_at = time.monotonic()
         self._outgoing.put(message)
@@ -185,7 +193,7 @@ class Session:
     def _send(
         self,
         message: pb.ClientMessage,
-        latch: threading.Lock | None,
+        latch: "threading.Lock | None",
         then: OnAnswer | None,
         *,
         lasting: bool,

@@ -2,18 +2,16 @@
 
 import asyncio
 import json
-import logging
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
-import structlog
 
 from kvstore.errors import KVStoreError
 from kvstore_server import config
 from kvstore_server.daemon import Daemon
+from kvstore_server.logs import configure_logs
 
 
 @click.group()
@@ -59,22 +57,6 @@ async def _serve(settings: config.Settings) -> None:
     await daemon.start()
     await stop.wait()
     await daemon.stop()
-
-
-def configure_logs(settings: config.Settings) -> None:
-    """Log lines go to standard error, one event each, as text or JSON."""
-    as_json = settings.log_format == "json"
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            *([structlog.processors.format_exc_info] if as_json else []),
-            structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-    )
 
 
 def _fail(error: KVStoreError) -> None:

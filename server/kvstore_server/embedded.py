@@ -8,8 +8,11 @@ import tempfile
 import threading
 from pathlib import Path
 
+import structlog
+
 from kvstore_server.config import Settings
 from kvstore_server.daemon import Daemon
+from kvstore_server.logs import configure_logs
 
 
 class EmbeddedDaemon:
@@ -27,7 +30,10 @@ class EmbeddedDaemon:
             heartbeat_s=heartbeat_s,
             prefault=False,
             stop_timeout_s=1.0,
+            log_level="warning",
         )
+        if not structlog.is_configured():  # a guest in someone's process speaks up only when something is wrong
+            configure_logs(self._settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvstore-embedded", daemon=True)
         self._thread.start()

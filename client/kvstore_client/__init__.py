@@ -1,0 +1,60 @@
+"""The client of kvstore: match, load and store KV blocks, with a deadline and typed errors on each call."""
+
+from kvstore.errors import (
+    AlreadyStored,
+    BlockCorrupt,
+    BlockMissing,
+    InvalidRequest,
+    KVStoreError,
+    NotAllowed,
+    NotAuthenticated,
+    SpecMismatch,
+    StoreBug,
+    StoreFull,
+    StoreTimeout,
+    StoreUnavailable,
+    Unsupported,
+    WriterFailed,
+)
+from kvstore.spec import KVSpec
+from kvstore.types import BlockHash, BootId, Namespace, Outcome
+from kvstore_client.breaker import BreakerState
+from kvstore_client.buffers import BlockRows
+from kvstore_client.client import KVClient
+from kvstore_client.load import Load, LoadResult
+from kvstore_client.locate import Match
+from kvstore_client.options import ClientOptions, ClientStatistics
+from kvstore_client.regions import Region
+from kvstore_client.write import Write
+
+__all__ = [
+    "AlreadyStored",
+    "BlockCorrupt",
+    "BlockHash",
+    "BlockMissing",
+    "BlockRows",
+    "BootId",
+    "BreakerState",
+    "ClientOptions",
+    "ClientStatistics",
+    "InvalidRequest",
+    "KVClient",
+    "KVSpec",
+    "KVStoreError",
+    "Load",
+    "LoadResult",
+    "Match",
+    "Namespace",
+    "NotAllowed",
+    "NotAuthenticated",
+    "Outcome",
+    "Region",
+    "SpecMismatch",
+    "StoreBug",
+    "StoreFull",
+    "StoreTimeout",
+    "StoreUnavailable",
+    "Unsupported",
+    "Write",
+    "WriterFailed",
+]

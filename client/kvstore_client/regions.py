@@ -1,0 +1,169 @@
+"""Regions: sealed memory of this client that the daemon copies from.
+
+Regions outlive sessions: each new session gets all of them registered before anyone can use it.
+"""
+
+import itertools
+import os
+import threading
+import time
+
+import numpy as np
+
+from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable
+from kvstore.transport.shm import create_memfd, seal_region
+from kvstore.types import ByteArray, IntArray
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore_client.session import Session
+
+REGISTER_TIMEOUT_S = 2.0
+
+
+class Region:
+    """`size_bytes` of memory, `array`, that the daemon can read.
+
+    Made by `KVClient.region`; a context manager.
+    """
+
+    def __init__(self, regions: "Regions", number: int, size_bytes: int) -> None:
+        self._regions = regions
+        self._fd, memory = create_memfd(f"kvstore-region-{number}", size_bytes)
+        self.number = number
+        self.size_bytes = size_bytes
+        self._memory: ByteArray | None = memory
+        self.address: int = memory.__array_interface__["data"][0]
+        self.session: Session | None = None  # where it is registered
+        self.refusal: KVStoreError | None = None  # why it is not
+        try:
+            seal_region(self._fd)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __repr__(self) -> str:
+        state = "closed" if self._memory is None else "registered" if self.session else "not registered"
+        return f"<Region {self.number} [{self.size_bytes} bytes, {state}]>"
+
+    def __enter__(self) -> "Region":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def array(self) -> ByteArray:
+        """`[size_bytes]`, writable; valid as long as it or a view of it is referred to.
+
+        Raises: InvalidRequest, once closed.
+        """
+        if self._memory is None:
+            raise InvalidRequest(
+                f"region {self.number}: expected an open one, got one that was closed; make another"
+            )
+        return self._memory
+
+    def close(self) -> None:
+        """The daemon drops the region, after copies under way; the memory goes with its last view.
+
+        Idempotent.
+        """
+        self._regions.remove(self)
+
+    def register(self, session: Session, deadline: float) -> None:
+        session.exchange.register(self.number, self._fd, size_bytes=self.size_bytes, deadline=deadline)
+        self.session = session
+        self.refusal = None
+
+    def let_go(self) -> None:
+        self._memory = None
+        self.session = None
+        os.close(self._fd)
+
+
+class Regions:
+    """The open regions of one client. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._lock = (
+            threading.Lock()
+        )  # held while registering, so that no region is registered twice or while closing
+        self._session: Session | None = None
+        self._open: list[Region] = []
+
+    def __repr__(self) -> str:
+        return f"<Regions [{len(self._open)} open, {sum(region.size_bytes for region in self._open)} bytes]>"
+
+    def create(self, size_bytes: int, *, deadline: float) -> Region:
+        """A new region, registered with the session adopted last, or, if it has ended, with the next.
+
+        Raises: InvalidRequest, if the size is out of bounds; StoreFull, if the daemon allows no more;
+        Unsupported, StoreTimeout, StoreUnavailable, as the shm socket does. No region is left then.
+        """
+        if size_bytes < 1:
+            raise InvalidRequest(f"region: expected a size of at least 1 byte, got {size_bytes}; correct it")
+        region = Region(self, next(self._numbers), size_bytes)
+        with self._lock:
+            self._open.append(region)
+            try:
+                if self._session is not None and self._session.alive:
+                    region.register(self._session, deadline)
+            except BaseException:
+                self._open.remove(region)
+                region.let_go()
+                raise
+        return region
+
+    def adopt(self, session: Session) -> None:
+        """All open regions are registered with this session; one that is refused says so when it is used."""
+        with self._lock:
+            self._session = session
+            for region in self._open:
+                region.session = None
+                try:
+                    region.register(session, time.monotonic() + REGISTER_TIMEOUT_S)
+                except KVStoreError as error:
+                    region.refusal = error
+
+    def remove(self, region: Region) -> None:
+        """The region is closed here, and dropped by the daemon."""
+        with self._lock:
+            if region not in self._open:
+                return
+            self._open.remove(region)
+            session = region.session
+            region.let_go()
+        if session is not None and session.alive:
+            session.tell(pb.ClientMessage(drop_regions=pb.DropRegions(regions=[region.number])))
+
+    def close(self) -> None:
+        """Every region is closed."""
+        for region in list(self._open):
+            self.remove(region)
+
+    def containing(self, addresses: IntArray, row_bytes: int) -> Region | None:
+        """The region that holds all of these rows, if there is one."""
+        if not len(addresses):
+            return None
+        first, end = int(addresses.min()), int(addresses.max()) + row_bytes
+        for region in list(self._open):
+            if region.address <= first and end <= region.address + region.size_bytes:
+                return region
+        return None
+
+
+def check_usable(region: Region, session: Session) -> None:
+    """Raises: why the region cannot be used in this session."""
+    if region.session is session:
+        return
+    if region.refusal is not None:
+        raise type(region.refusal)(str(region.refusal))
+    raise StoreUnavailable(
+        f"region {region.number}: expected it to be registered in the session of this write, got another "
+        "session; store again"
+    )
+
+
+def offsets_in(region: Region, addresses: IntArray) -> IntArray:
+    """Where in the region these addresses lie."""
+    return np.asarray(addresses - region.address, np.int64)

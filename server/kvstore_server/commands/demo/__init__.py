@@ -1,0 +1,5 @@
+"""`kvstore demo`: a small model whose prefill, decode and next session are three processes that share the store."""
+
+from kvstore_server.commands.demo.scenes import run_demo
+
+__all__ = ["run_demo"]

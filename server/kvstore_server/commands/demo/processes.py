@@ -1,0 +1,154 @@
+"""The demo's processes: started, listened to with deadlines, and ended by the handles they were started with."""
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Final
+
+from kvstore_server.commands.demo.model import DemoFailed
+from kvstore_server.commands.demo.worker import Answer, Request
+
+READY_S: Final = 240.0  # torch and a model have to be read from disk
+STEP_S: Final = 240.0
+END_S: Final = 5.0
+
+
+class Child:
+    """A process and its events. Its errors go to a file, of which the end is shown if it fails."""
+
+    def __init__(self, name: str, module: str, *arguments: str, log: IO[str]) -> None:
+        self.name = name
+        self._log = log
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # Ctrl-C goes to the demo alone, which then ends its processes in order
+        )
+        self._listener = threading.Thread(target=self._listen, name=f"demo-{name}", daemon=True)
+        self._listener.start()
+
+    def ask(self, request: Request) -> None:
+        """The request is on its way. Raises: DemoFailed, if the process has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asdict(request)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def expect(self, event: str, *, timeout_s: float = STEP_S) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The next event of this kind, and those that came before it. Raises: DemoFailed, if it does not come."""
+        before: list[dict[str, Any]] = []
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                got = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise DemoFailed(
+                    f"{self.name}: nothing heard of {event!r} within {timeout_s:.0f} s"
+                ) from None
+            if got is None:
+                raise self._ended()
+            if got["event"] == event:
+                return got, before
+            before.append(got)
+
+    def answer(self) -> tuple[Answer, list[dict[str, Any]]]:
+        """What the request led to, and the events on the way."""
+        done, events = self.expect("done")
+        return Answer(**{key: value for key, value in done.items() if key not in ("event", "at_s")}), events
+
+    def check(self) -> None:
+        """Raises: DemoFailed, if the process has ended."""
+        if self._process.poll() is not None:
+            raise self._ended()
+
+    def end(self) -> None:
+        """The process is gone: asked first, then killed. Idempotent."""
+        process = self._process
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._listener.join(END_S)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue
+        self._log.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def _ended(self) -> DemoFailed:
+        code = self._process.wait(END_S)
+        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-12:]
+        return DemoFailed("\n  ".join([f"{self.name}: the process ended with status {code}", *lines]))
+
+
+class Children:
+    """The processes of one run: a daemon in a private folder, and engines that use it."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder, self._model = folder, model
+        self._all: list[Child] = []
+        self.address = f"unix:{folder / 'kvstore.sock'}"
+
+    def start_daemon(self) -> Child:
+        socket = self.address.removeprefix("unix:")
+        arguments = ("serve", "--unix-socket", socket, "--tcp-port", "0", "--cpu-capacity", "1GiB")
+        return self._start("daemon", "kvstore_server.cli", *arguments)
+
+    def start_engine(self, name: str) -> Child:
+        """Not ready yet: expect its event `ready`."""
+        arguments = ("--model", str(self._model), "--address", self.address, "--name", name)
+        return self._start(name, "kvstore_server.commands.demo.worker", *arguments)
+
+    def end(self) -> None:
+        """All of them are gone, the engines before the daemon."""
+        while self._all:
+            self._all.pop().end()
+
+    def _start(self, name: str, module: str, *arguments: str) -> Child:
+        log = (self._folder / f"{name.replace(' ', '-')}.log").open("w")
+        child = Child(name, module, *arguments, log=log)
+        self._all.append(child)
+        return child
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM unwinds the stack, as Ctrl-C does, so that `finally` clauses end what was started."""
+
+    def unwind(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

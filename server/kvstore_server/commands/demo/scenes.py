@@ -1,0 +1,207 @@
+"""The demo's three scenes, and what must be true of them: cold, hand-over, next session."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kvstore_server.commands.demo.handbook import FIRST_QUESTION, NEXT_QUESTION
+from kvstore_server.commands.demo.model import DemoFailed, check_packages, prepare
+from kvstore_server.commands.demo.processes import READY_S, Children, ended_in_order
+from kvstore_server.commands.demo.report import as_document, as_text
+from kvstore_server.commands.demo.worker import Answer, Request
+
+NEW_TOKENS: Final = 24
+MIN_PROMPT_TOKENS: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One answer, and the cold one that its text must equal."""
+
+    name: str
+    where: str  # which processes took part
+    question: str
+    answer: Answer
+    reference: Answer
+    begin_s: float  # when the prompt was there, in whichever process had it first
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the prompt to the first new token."""
+        return self.answer.first_token_s - self.begin_s
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that came from the store."""
+        return self.answer.num_loaded_tokens // self.answer.block_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    """When each layer was handed over by prefill and had by decode: seconds since prefill began, by layer."""
+
+    saved_s: list[float]
+    loaded_s: list[float]
+
+    @property
+    def num_early(self) -> int:
+        """Layers that decode had before prefill handed over its last."""
+        return sum(at < self.saved_s[-1] for at in self.loaded_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Show:
+    """The whole run."""
+
+    scenes: list[Scene]
+    hand_over: HandOver
+    total_s: float
+
+
+def run_demo(model_path: str | None, prompt_tokens: int, as_json: bool, transport: str) -> int:
+    """The exit status: 0 if every text is the cold one's and the store was used, 1 if not, 130 after Ctrl-C.
+
+    The report goes to stdout, progress to stderr. Every process started has ended, and nothing is left but the
+    model in the user's cache folder.
+    """
+    progress = _Progress()
+    try:
+        with ended_in_order():
+            show = _run(model_path, prompt_tokens, transport, progress)
+            progress.end()
+            click.echo(as_document(show) if as_json else as_text(show))
+            _judge(show)
+    except DemoFailed as failure:
+        progress.end()
+        click.echo(f"kvstore demo: {failure}", err=True)
+        return 1
+    except KeyboardInterrupt:
+        progress.end()
+        click.echo("kvstore demo: interrupted; everything it started has ended", err=True)
+        return 130
+    return 0
+
+
+def _run(model_path: str | None, prompt_tokens: int, transport: str, progress: Callable[[str], None]) -> Show:
+    if transport not in ("auto", "shm"):
+        raise DemoFailed(
+            f"transport: expected auto or shm, got {transport}; all of the demo runs on this machine"
+        )
+    if prompt_tokens < MIN_PROMPT_TOKENS:
+        raise DemoFailed(
+            f"prompt tokens: expected at least {MIN_PROMPT_TOKENS}, got {prompt_tokens}; ask for more"
+        )
+    begin_s = time.monotonic()
+    check_packages()
+    model = prepare(model_path, progress=progress)
+    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
+        children = Children(Path(folder), model)
+        try:
+            scenes, hand_over = _play(children, prompt_tokens, progress)
+        finally:
+            progress("ending the processes")
+            children.end()
+    return Show(scenes=scenes, hand_over=hand_over, total_s=time.monotonic() - begin_s)
+
+
+def _play(
+    children: Children, prompt_tokens: int, progress: Callable[[str], None]
+) -> tuple[list[Scene], HandOver]:
+    progress("starting the daemon, prefill and decode")
+    daemon = children.start_daemon()
+    prefill, decode = children.start_engine("prefill"), children.start_engine("decode")
+    for engine in (decode, prefill):
+        engine.expect("ready", timeout_s=READY_S)
+    daemon.check()
+
+    cold = Request(
+        question=FIRST_QUESTION, prompt_tokens=prompt_tokens, use_store=False, num_new_tokens=NEW_TOKENS
+    )
+    progress("(a) cold: decode computes everything")
+    decode.ask(cold)
+    reference, _ = decode.answer()
+    scenes = [_scene("(a) cold", "decode", cold, reference, reference)]
+
+    progress("(b) hand-over: decode follows the layers that prefill computes")
+    prefill.ask(replace(cold, use_store=True, num_new_tokens=0))
+    first, _ = prefill.expect("saved")
+    decode.ask(replace(cold, use_store=True, follow=True))
+    given, saved = prefill.answer()
+    taken, loaded = decode.answer()
+    scenes.append(_scene("(b) hand-over", "prefill, decode", cold, taken, reference, begin_s=given.begin_s))
+    hand_over = HandOver(
+        saved_s=_times("saved", [first, *saved], given.begin_s),
+        loaded_s=_times("loaded", loaded, given.begin_s),
+    )
+
+    progress("(c) next session: a new process, the same handbook, another question")
+    session = children.start_engine("next session")
+    session.expect("ready", timeout_s=READY_S)
+    other = replace(cold, question=NEXT_QUESTION)
+    session.ask(replace(other, use_store=True))
+    warm, _ = session.answer()
+    progress("(c) the same prompt, cold")
+    decode.ask(other)
+    again, _ = decode.answer()
+    scenes.append(_scene("(c) next session", "a new process", other, warm, again))
+    scenes.append(_scene("    the same, cold", "decode", other, again, again))
+    return scenes, hand_over
+
+
+def _scene(
+    name: str, where: str, request: Request, answer: Answer, reference: Answer, begin_s: float | None = None
+) -> Scene:
+    return Scene(
+        name=name,
+        where=where,
+        question=request.question,
+        answer=answer,
+        reference=reference,
+        begin_s=answer.begin_s if begin_s is None else begin_s,
+    )
+
+
+def _times(kind: str, events: list[dict[str, Any]], begin_s: float) -> list[float]:
+    found = {event["layer"]: event["at_s"] - begin_s for event in events if event["event"] == kind}
+    return [found[layer] for layer in sorted(found)]
+
+
+def _judge(show: Show) -> None:
+    """Raises: DemoFailed, naming each scene that did not show what it should."""
+    faults = []
+    for scene in show.scenes:
+        if scene.answer.text != scene.reference.text:
+            faults.append(
+                f"{scene.name.strip()}: expected the cold text {scene.reference.text!r}, got {scene.answer.text!r}"
+            )
+    for scene in show.scenes[1:3]:
+        if not scene.num_blocks:
+            reason = scene.answer.problem or "the store had none"
+            faults.append(f"{scene.name}: expected blocks from the store, got none ({reason})")
+    if faults:
+        raise DemoFailed("; ".join(faults))
+
+
+class _Progress:
+    """Lines on stderr; on a terminal, each in place of the one before."""
+
+    def __init__(self) -> None:
+        self._terminal = click.get_text_stream("stderr").isatty()
+        self._last = ""
+
+    def __call__(self, line: str) -> None:
+        if self._terminal:
+            click.echo(f"\r\x1b[K{line}", err=True, nl=False)
+        elif line.partition(":")[0] != self._last.partition(":")[0]:  # a counter's first line only
+            click.echo(line, err=True)
+        self._last = line
+
+    def end(self) -> None:
+        if self._terminal and self._last:
+            click.echo("\r\x1b[K", err=True, nl=False)
+            self._last = ""

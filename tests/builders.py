@@ -1,0 +1,41 @@
+"""What tests are made of: specs, chains, bytes that belong to one block."""
+
+import hashlib
+
+import numpy as np
+
+from kvstore.hashing import chain as chain_of
+from kvstore.spec import KVSpec
+from kvstore.types import BlockHash, ByteArray
+
+
+def spec(*, layers: int = 2, ranks: int = 1, bytes_per_part: int = 64, model: str = "model", **fields: object) -> KVSpec:
+    """A small spec; two that differ in any field have different namespaces."""
+    return KVSpec.uniform(
+        model=model,
+        revision="r1",
+        dtype="uint8",
+        block_tokens=4,
+        layers=layers,
+        ranks=ranks,
+        bytes_per_part=bytes_per_part,
+        layout="test",
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def chain(length: int, *, of: KVSpec | None = None, seed: int = 0) -> list[BlockHash]:
+    """The hashes of `length` blocks; chains of different seeds share none."""
+    kv = of or spec()
+    return chain_of(kv.namespace, [seed, *range(1, length * kv.block_tokens)], block_tokens=kv.block_tokens)
+
+
+def block_bytes(kv: KVSpec, block_hash: BlockHash) -> ByteArray:
+    """`[block_bytes]`: what this block holds in tests; no two blocks hold the same."""
+    seed = int.from_bytes(hashlib.sha256(kv.namespace + block_hash).digest()[:8], "little")
+    return np.random.default_rng(seed).integers(0, 256, kv.block_bytes, dtype=np.uint8)
+
+
+def rows(kv: KVSpec, hashes: list[BlockHash]) -> ByteArray:
+    """`[num_blocks, block_bytes]`."""
+    return np.stack([block_bytes(kv, block_hash) for block_hash in hashes])
