@@ -90,9 +90,7 @@ def block_hash(parent: BlockHash, token_ids: TokenIds, extra_keys: Sequence[Extr
     _check_digest("parent", parent)
     tokens = _token_bytes(token_ids)
     if not tokens:
-        raise InvalidRequest(
-            "token_ids: expected the tokens of one full block, got none; hash full blocks only"
-        )
+        raise InvalidRequest("token_ids: expected the tokens of one full block, got none; hash full blocks only")
     return _digest(parent, _u32(len(tokens) // _TOKEN_BYTES), tokens, _encode_keys(extra_keys))
 
 
@@ -152,9 +150,7 @@ def unpack(data: bytes) -> list[BlockHash]:
     Raises: InvalidRequest, if the length is no multiple of 32.
     """
     if len(data) % HASH_BYTES:
-        raise InvalidRequest(
-            f"hashes: expected a multiple of {HASH_BYTES} bytes, got {len(data)}; do not cut them"
-        )
+        raise InvalidRequest(f"hashes: expected a multiple of {HASH_BYTES} bytes, got {len(data)}; do not cut them")
     split: list[BlockHash] = np.frombuffer(data, dtype=f"V{HASH_BYTES}").tolist()
     return split
 
@@ -208,9 +204,7 @@ def _refuse_first(token_ids: Sequence[Any]) -> NoReturn:
 
 def _check_digest(name: str, value: bytes) -> None:
     if len(value) != HASH_BYTES:
-        raise InvalidRequest(
-            f"{name}: expected {HASH_BYTES} bytes, got {len(value)}; pass the digest, not its hex"
-        )
+        raise InvalidRequest(f"{name}: expected {HASH_BYTES} bytes, got {len(value)}; pass the digest, not its hex")
 
 
 def _u32(value: int) -> bytes:

@@ -43,9 +43,7 @@ def spec_to_proto(spec: KVSpec) -> pb.Spec:
 def spec_from_proto(message: pb.Spec) -> KVSpec:
     """The spec that the message describes. Raises: InvalidRequest, if a field is out of its bounds."""
     if len(message.part_bytes) > MAX_PARTS:
-        raise InvalidRequest(
-            f"spec.part_bytes: expected at most {MAX_PARTS} sizes, got {len(message.part_bytes)}"
-        )
+        raise InvalidRequest(f"spec.part_bytes: expected at most {MAX_PARTS} sizes, got {len(message.part_bytes)}")
     return KVSpec(
         model=message.model,
         revision=message.revision,

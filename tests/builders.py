@@ -9,7 +9,9 @@ from kvstore.spec import KVSpec
 from kvstore.types import BlockHash, ByteArray
 
 
-def spec(*, layers: int = 2, ranks: int = 1, bytes_per_part: int = 64, model: str = "model", **fields: object) -> KVSpec:
+def spec(
+    *, layers: int = 2, ranks: int = 1, bytes_per_part: int = 64, model: str = "model", **fields: object
+) -> KVSpec:
     """A small spec; two that differ in any field have different namespaces."""
     return KVSpec.uniform(
         model=model,

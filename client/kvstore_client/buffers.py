@@ -7,7 +7,7 @@ never imported here: a tensor can only come from a caller who did.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -26,7 +26,15 @@ class BlockRows:
     rows: RowsLike
 
 
-Destination: TypeAlias = BlockRows | Mapping[int, RowsLike] | Sequence[RowsLike]
+class PerPart(Protocol):
+    """Rows for each part: a dict or a sequence of them, or an array whose first axis is parts."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: int, /) -> RowsLike: ...
+
+
+Destination: TypeAlias = BlockRows | PerPart
 
 
 class Rows:

@@ -131,16 +131,21 @@ class _Maps:
 
 
 def layout_of(spec: KVSpec, size_bytes: int) -> SlabLayout:
-    """The layout of a slab of that size: of all its slots exactly, else the most that fit."""
-    one = SlabLayout.of(num_slots=1, num_parts=spec.num_parts, block_bytes=spec.block_bytes)
+    """The layout of a slab of that size: of all its slots exactly, else the most that fit.
+
+    Raises: StoreBug, if there is room for no slot, or if the size does not tell where the bytes begin.
+    """
+    num_parts, block_bytes = spec.num_parts, spec.block_bytes
+    one = SlabLayout.of(num_slots=1, num_parts=num_parts, block_bytes=block_bytes)
+    fitting = SlabLayout.fitting(size_bytes=size_bytes, num_parts=num_parts, block_bytes=block_bytes)
     # Headers are rounded up by less than a page, and a slot has at least one: the division is exact.
     num_slots = max(1, size_bytes // (one.header_bytes + one.slot_bytes))
-    layout = SlabLayout.of(num_slots=num_slots, num_parts=spec.num_parts, block_bytes=spec.block_bytes)
-    if layout.size_bytes == size_bytes:
-        return layout
-    layout = SlabLayout.fitting(size_bytes=size_bytes, num_parts=spec.num_parts, block_bytes=spec.block_bytes)
-    if layout.size_bytes > size_bytes:
+    exact = SlabLayout.of(num_slots=num_slots, num_parts=num_parts, block_bytes=block_bytes)
+    if fitting.size_bytes > size_bytes or (
+        exact.size_bytes == size_bytes and exact.data_offset != fitting.data_offset
+    ):
         raise StoreBug(
-            f"slab: expected room for a slot of {one.slot_bytes} bytes, got {size_bytes} bytes; report it"
+            f"slab: expected a size that tells the layout of its slots of {one.slot_bytes} bytes, got "
+            f"{size_bytes} bytes; report it, and choose another slab size"
         )
-    return layout
+    return exact if exact.size_bytes == size_bytes else fitting

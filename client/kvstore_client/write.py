@@ -2,10 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Final
 
 import numpy as np
 
@@ -15,14 +13,11 @@ from kvstore.types import ByteArray, IntArray, Outcome, WriteId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status, pack_u32, pack_u64
 from kvstore_client.buffers import Rows, RowsLike, as_rows
+from kvstore_client.cuts import MESSAGE_BYTES, grids, spans
 from kvstore_client.options import Counters
 from kvstore_client.regions import Region, Regions, check_usable, offsets_in
 from kvstore_client.session import Answer, Session
 from kvstore_client.staging import Stagings
-
-# Bytes of one StorePart: small enough that copying the next into staging overlaps with the daemon's copying.
-MESSAGE_BYTES: Final = 32 << 20
-MESSAGE_OFFSETS: Final = 1 << 20  # of 8 bytes each, in one message
 
 
 class Write:
@@ -272,7 +267,9 @@ class Write:
         if self._failure is not None:
             raise self._failure
         if not self._session.alive:
-            raise StoreUnavailable(f"write {self._id}: its session has ended; recompute, the client reconnects")
+            raise StoreUnavailable(
+                f"write {self._id}: its session has ended; recompute, the client reconnects"
+            )
 
     def _claim(self, parts: Sequence[int]) -> None:
         again = [part for part in parts if part in self._put]
@@ -288,40 +285,6 @@ class Write:
         self._over = "given up"
         if self._session.alive:
             self._session.tell(pb.ClientMessage(abort=pb.Abort(write_id=self._id)))
-
-
-def grids(
-    num_blocks: int, sizes: Sequence[int], *, most_bytes: int = MESSAGE_BYTES
-) -> Iterator[tuple[slice, slice]]:
-    """Cuts blocks x parts into (blocks, parts) of about `most_bytes`: whole blocks, or parts of one."""
-    per_block = sum(sizes)
-    if per_block <= most_bytes:
-        step = max(1, min(most_bytes // per_block, MESSAGE_OFFSETS // len(sizes)))
-        for first in range(0, num_blocks, step):
-            yield slice(first, min(first + step, num_blocks)), slice(0, len(sizes))
-        return
-    cuts = [0]
-    filled = 0
-    for index, size in enumerate(sizes):
-        if filled and filled + size > most_bytes:
-            cuts.append(index)
-            filled = 0
-        filled += size
-    cuts.append(len(sizes))
-    for block in range(num_blocks):
-        for first, end in pairwise(cuts):
-            yield slice(block, block + 1), slice(first, end)
-
-
-def spans(begins: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, size) of the same bytes, with neighbours joined."""
-    joined: list[tuple[int, int]] = []
-    for begin, size in zip(begins, sizes, strict=True):
-        if joined and sum(joined[-1]) == begin:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((begin, size))
-    return joined
 
 
 def _copy_rows(target: ByteArray, source: Rows, begin: int, indices: IntArray) -> None:

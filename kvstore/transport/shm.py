@@ -11,6 +11,7 @@ one is sent, is answered by one `Reply` datagram, with a descriptor where one wa
 Source: docs/spec/shm.md, docs/adr/0003.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -100,10 +101,8 @@ def map_memfd(fd: int, size_bytes: int, *, writable: bool) -> ByteArray:
     """`[size_bytes]` mapped from the descriptor, huge pages asked for; unmapped when the last view is gone."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=access)
-    try:
+    with contextlib.suppress(OSError):  # a kernel without transparent huge pages: small ones work as well
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a kernel without transparent huge pages: the mapping works with small ones
     return np.frombuffer(memory, np.uint8)
 
 

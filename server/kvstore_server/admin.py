@@ -88,7 +88,7 @@ class AdminService:
         self._clock = clock
         self._started_at = clock()
 
-    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:  # noqa: N802
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         now = self._clock()
         indexes = [space.index for space in self._store.spaces.values()]
         return pb.StatsReply(
@@ -117,7 +117,7 @@ class AdminService:
             draining=self._service.draining,
         )
 
-    async def Namespaces(self, request: pb.NamespacesRequest, context: Any) -> pb.NamespacesReply:  # noqa: N802
+    async def Namespaces(self, request: pb.NamespacesRequest, context: Any) -> pb.NamespacesReply:
         return pb.NamespacesReply(
             namespaces=[
                 pb.NamespaceStats(
@@ -130,30 +130,31 @@ class AdminService:
             ]
         )
 
-    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearReply:  # noqa: N802
+    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearReply:
         if request.namespace:
             spaces = [await self._space(request.namespace, context)]
         else:
             spaces = list(self._store.spaces.values())
         results = [self._store.clear(space) for space in spaces]
         return pb.ClearReply(
-            blocks_removed=sum(removed for removed, _ in results), blocks_kept=sum(kept for _, kept in results)
+            blocks_removed=sum(removed for removed, _ in results),
+            blocks_kept=sum(kept for _, kept in results),
         )
 
-    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:  # noqa: N802
+    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:
         return await self._set_pinned(request, context, pinned=True)
 
-    async def Unpin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:  # noqa: N802
+    async def Unpin(self, request: pb.PinRequest, context: Any) -> pb.PinReply:
         return await self._set_pinned(request, context, pinned=False)
 
-    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:  # noqa: N802
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
         self._service.draining = True
         return pb.DrainReply()
 
-    async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:  # noqa: N802
+    async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:
         return pb.MembersReply(members=[pb.Member(boot_id=self._boot_id, addresses=self._addresses)])
 
-    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Event]:
         queue = self._journal.watch()
         try:
             if request.snapshot:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Final, NoReturn
 
 import click
 
@@ -12,6 +12,8 @@ from kvstore.errors import KVStoreError
 from kvstore_server import config
 from kvstore_server.daemon import Daemon
 from kvstore_server.logs import configure_logs
+
+DEFAULT_ADDRESS: Final = f"unix:{config.Settings().unix_socket}"
 
 
 @click.group()
@@ -59,13 +61,78 @@ async def _serve(settings: config.Settings) -> None:
     await daemon.stop()
 
 
-def _fail(error: KVStoreError) -> None:
+@main.command(epilog="Example: kvstore status unix:/run/kvstore/kvstore.sock --json")
+@click.argument("address", default=DEFAULT_ADDRESS)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(address: str, as_json: bool) -> None:
+    """Show tiers, blocks, hit rate and sessions of the daemon at ADDRESS."""
+    from kvstore_server.commands.status import render, snapshot
+
+    try:
+        shown = snapshot(address)
+    except KVStoreError as error:
+        _fail(error)
+    click.echo(json.dumps(shown, indent=2) if as_json else render(shown))
+
+
+@main.command(epilog="Example: kvstore clear unix:/run/kvstore/kvstore.sock --namespace 3f9c...")
+@click.argument("address", default=DEFAULT_ADDRESS)
+@click.option("--namespace", default="", help="64 hex digits; all namespaces if not given.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def clear(address: str, namespace: str, as_json: bool) -> None:
+    """Remove committed blocks that are neither leased nor pinned."""
+    from kvstore_server.commands.status import clear_blocks
+
+    try:
+        removed, kept = clear_blocks(address, namespace)
+    except KVStoreError as error:
+        _fail(error)
+    result = {"blocks_removed": removed, "blocks_kept": kept}
+    click.echo(json.dumps(result) if as_json else f"{removed} blocks removed, {kept} kept (leased or pinned)")
+
+
+@main.group()
+def bench() -> None:
+    """Measure, each figure beside its limit in the same run."""
+
+
+@bench.command("local", epilog="Example: kvstore bench local --json")
+@click.option("--size", default="1GiB", show_default=True, help="Working set.")
+@click.option("--part", default="256KiB", show_default=True, help="Size of a part.")
+@click.option("--threads", default=2, show_default=True, help="Copying threads, in the daemon, the client and memcpy.")
+@click.option("--rounds", default=7, show_default=True, help="Rounds; figures are medians.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_local(size: str, part: str, threads: int, rounds: int, as_json: bool) -> None:
+    """The shared memory path on this host: load, store and match beside plain memcpy."""
+    from kvstore_server.commands.bench import run_local
+
+    try:
+        figures = run_local(
+            size_bytes=config.parse_size(size, name="size"),
+            part_bytes=config.parse_size(part, name="part"),
+            threads=threads,
+            rounds=rounds,
+        )
+    except KVStoreError as error:
+        _fail(error)
+    click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(f"{k:20} {v}" for k, v in figures.items()))
+
+
+@main.command(epilog="Example: kvstore demo --prompt-tokens 1600")
+@click.option("--model", "model_path", type=click.Path(exists=True), help="Folder of a Hugging Face model.")
+@click.option("--prompt-tokens", default=1600, show_default=True, help="Length of the shared prefix, at least 1,500.")
+@click.option("--transport", default="shm", show_default=True, type=click.Choice(["shm"]), help="Data path.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def demo(model_path: str | None, prompt_tokens: int, transport: str, as_json: bool) -> None:
+    """Run a real model's prefill and decode in two processes through a daemon, and compare their texts."""
+    from kvstore_server.commands.demo import run_demo
+
+    raise SystemExit(run_demo(model_path, prompt_tokens, as_json, transport))
+
+
+def _fail(error: KVStoreError) -> NoReturn:
     click.echo(f"kvstore: {error}", err=True)
     raise SystemExit(2)
-
-
-def _show(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
 
 
 if __name__ == "__main__":

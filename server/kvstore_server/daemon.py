@@ -52,9 +52,7 @@ class Daemon:
         version = distribution_version("kvstore")
         page_lock = PageLock(wanted=settings.page_lock)
         self._page_lock_reason = page_lock.reason
-        self.tier = CpuTier(
-            capacity_bytes=settings.cpu_capacity, slab_bytes=settings.slab_bytes, page_lock=page_lock
-        )
+        self.tier = CpuTier(capacity_bytes=settings.cpu_capacity, slab_bytes=settings.slab_bytes, page_lock=page_lock)
         self._mover = Mover(num_threads=settings.copy_threads, checksums=settings.checksums)
         self._journal = Journal(self.boot_id)
         self.store = Store(
@@ -123,10 +121,13 @@ class Daemon:
         if self.settings.prefault:
             await asyncio.to_thread(self._prefault.join)
         self.tier.close()
+        self._remove_files()
+        log.info("stopped")
+
+    def _remove_files(self) -> None:
         if self.settings.unix_socket:
             Path(self.settings.unix_socket).unlink(missing_ok=True)
         self._private.cleanup()
-        log.info("stopped")
 
     def _choose_shm_path(self) -> Path:
         if self.settings.unix_socket:
@@ -148,7 +149,9 @@ class Daemon:
         try:
             self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise StoreUnavailable(f"{address}: expected an address that is free, got: {error}; choose another") from None
+            raise StoreUnavailable(
+                f"{address}: expected an address that is free, got: {error}; choose another"
+            ) from None
         self.addresses.append(address)
 
     def _take_memory(self) -> None:
@@ -173,7 +176,10 @@ class Daemon:
         log.info("transport: shm is on", why="clients on this host share memory", socket=str(self._shm_path))
         log.info("transport: ucx is off", why="it comes with a later release; clients must be on this host")
         log.info("integrity", checksums="xxh3 at ingest" if settings.checksums else "off: for benchmarks only")
-        log.info("access", tokens="asked for" if settings.tokens else "none asked for: loopback and unix socket only")
+        log.info(
+            "access",
+            tokens="asked for" if settings.tokens else "none asked for: loopback and unix socket only",
+        )
 
 
 def raise_descriptor_limit() -> None:

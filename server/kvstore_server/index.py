@@ -113,7 +113,8 @@ class Index:
     # What a policy may ask (eviction.Candidates).
 
     def unheld(self) -> BoolArray:
-        return (self._state == State.COMMITTED) & (self._leases == 0) & ~self._pinned
+        unheld: BoolArray = (self._state == State.COMMITTED) & (self._leases == 0) & ~self._pinned
+        return unheld
 
     def evictable(self, row: int) -> bool:
         return bool(
@@ -229,9 +230,7 @@ class Index:
     def validate(self) -> None:
         """Every invariant of this class holds, else AssertionError. O(n): for tests."""
         used = np.array([row for row, block_hash in enumerate(self._hashes) if block_hash is not None], np.int64)
-        assert {block_hash: row for block_hash, row in self._rows.items()} == {
-            self._hashes[row]: row for row in used.tolist()
-        }
+        assert self._rows == {self._hashes[row]: row for row in used.tolist()}
         assert sorted([*self._unused, *used.tolist()]) == list(range(len(self._hashes)))
         assert (self._leases >= 0).all()
         unused = np.array(self._unused, np.int64)

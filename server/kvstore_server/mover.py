@@ -43,7 +43,7 @@ class Mover:
 
 def checksum_of(part: ByteArray) -> int:
     """xxh3-64 of the bytes of a part."""
-    return xxhash.xxh3_64_intdigest(part)
+    return xxhash.xxh3_64_intdigest(part.data)
 
 
 def _jobs(copies: Sequence[Copy]) -> list[list[Copy]]:
@@ -63,7 +63,7 @@ def _copy_and_hash(copies: Sequence[Copy]) -> list[int]:
     for copy in copies:
         source = copy.source[copy.source_offset : copy.source_offset + copy.size_bytes]
         np.copyto(copy.target[copy.target_offset : copy.target_offset + copy.size_bytes], source)
-        checksums.append(xxhash.xxh3_64_intdigest(source))
+        checksums.append(checksum_of(source))
     return checksums
 
 

@@ -46,7 +46,7 @@ from kvstore.wire import (
 from kvstore_server.config import Settings
 from kvstore_server.index import State
 from kvstore_server.mover import Mover
-from kvstore_server.session import Session
+from kvstore_server.session import Session as ClientSession
 from kvstore_server.store import Intake, Store
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ CAPABILITIES: Final = ("follow", "verify")
 class Connection:
     """One stream: its session, and the tasks that serve it."""
 
-    def __init__(self, session: Session, context: "Context", *, now: float, told: asyncio.Event) -> None:
+    def __init__(self, session: ClientSession, context: "Context", *, now: float, told: asyncio.Event) -> None:
         self.session = session
         self.opened_at = now
         self.heard_at = now
@@ -170,7 +170,7 @@ class StoreService:
             "ping": self._ping,
         }
 
-    def session_of(self, ticket: bytes) -> Session | None:
+    def session_of(self, ticket: bytes) -> ClientSession | None:
         """The living session with this ticket."""
         for connection in self.connections.values():
             if secrets.compare_digest(connection.session.ticket, ticket):
@@ -179,14 +179,13 @@ class StoreService:
 
     # The stream.
 
-    async def Session(self, requests: AsyncIterator[pb.ClientMessage], context: "Context") -> None:  # noqa: N802
+    async def Session(self, requests: AsyncIterator[pb.ClientMessage], context: "Context") -> None:
         """One client's stream, from Hello to its end."""
         try:
             connection = await self._hello(requests, context)
         except KVStoreError as error:
             log.warning("session refused", error=str(error), peer=context.peer())
             await context.abort(code_of(error), str(error))
-            return
         session = connection.session
         try:
             await connection.start(self._tell(connection), request_id=0)
@@ -230,7 +229,7 @@ class StoreService:
             raise StoreUnavailable("the store is draining and takes no new sessions; use another, or wait")
         self._last_session += 1
         told = asyncio.Event()
-        session = Session(
+        session = ClientSession(
             number=SessionId(self._last_session),
             name=hello.client_name,
             space=self._store.open_space(spec),
@@ -249,7 +248,7 @@ class StoreService:
             raise
         return connection
 
-    def _welcome(self, session: Session) -> pb.Welcome:
+    def _welcome(self, session: ClientSession) -> pb.Welcome:
         return pb.Welcome(
             boot_id=self._boot_id,
             session_id=session.id,
@@ -408,9 +407,7 @@ class StoreService:
             region=request.region,
             offsets=unpack_u64(request.offsets, name="offsets"),
         )
-        await connection.start(
-            self._take_in(connection, request_id, intake), request_id=request_id, bounded=True
-        )
+        await connection.start(self._take_in(connection, request_id, intake), request_id=request_id, bounded=True)
 
     async def _take_in(self, connection: Connection, request_id: int, intake: Intake) -> None:
         num_committed = await connection.finish(self._bring_in(intake))
@@ -437,9 +434,7 @@ class StoreService:
 
     async def _verify(self, connection: Connection, request_id: int, request: pb.Verify) -> None:
         hashes = unpack_hashes(request.hashes)
-        await connection.start(
-            self._check(connection, request_id, hashes), request_id=request_id, bounded=True
-        )
+        await connection.start(self._check(connection, request_id, hashes), request_id=request_id, bounded=True)
 
     async def _check(self, connection: Connection, request_id: int, hashes: list[BlockHash]) -> None:
         space, index = connection.session.space, connection.session.space.index

@@ -22,7 +22,14 @@ class Session:
     """What one client holds. `wake` is called when one of its follows has something to tell."""
 
     def __init__(
-        self, *, number: SessionId, name: str, space: Space, store: Store, wake: Callable[[], None], max_region_bytes: int
+        self,
+        *,
+        number: SessionId,
+        name: str,
+        space: Space,
+        store: Store,
+        wake: Callable[[], None],
+        max_region_bytes: int,
     ) -> None:
         self.id = number
         self.name = name

@@ -13,7 +13,17 @@ import numpy as np
 from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, WriterFailed
 from kvstore.spec import KVSpec
 from kvstore.transport.shm import SlabLayout
-from kvstore.types import BlockHash, ByteArray, IntArray, Location, Namespace, Outcome, SessionId, SlabId, WriteId
+from kvstore.types import (
+    BlockHash,
+    ByteArray,
+    IntArray,
+    Location,
+    Namespace,
+    Outcome,
+    SessionId,
+    SlabId,
+    WriteId,
+)
 from kvstore_server.eviction import LRU, Ticks
 from kvstore_server.index import NONE, Index, State
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
@@ -149,6 +159,9 @@ class Store:
             ranges = [spec.part_range(part) for part in range(spec.num_parts)]
             space = Space(spec, layout, policy, Index(policy), part_ranges=ranges)
             self.spaces[spec.namespace] = space
+            # Its first slab now, so that readers of the slab it may have to take over unmap it before the first store.
+            if not self.tier.open_slab(spec, layout):
+                self._take_over_slab(space)
         return space
 
     # Reading.
@@ -403,7 +416,12 @@ class Store:
         return slots
 
     def _take_over_slab(self, space: Space) -> bool:
-        """The namespace has one more slab, taken from one whose every block is older than all of ours."""
+        """The namespace has one more slab, taken from one whose every block is older than all of ours.
+
+        False also while a slab taken over before waits for its readers to unmap it.
+        """
+        if self.tier.arena.num_lingering:
+            return False
         mine = space.index.committed()
         mine = mine[~space.index.held(mine)]
         oldest = int(space.policy.stamp(mine).min()) if len(mine) else self._ticks.now

@@ -21,7 +21,7 @@ from kvstore_server.tiers.pinning import PageLock
 SPECS = [spec(model="a", layers=2, bytes_per_part=9000), spec(model="b", layers=1, bytes_per_part=5000)]
 TREES = [[chain(6, of=kv, seed=seed) for seed in range(3)] for kv in SPECS]
 # Chains that branch off others: the same first blocks, other ones after.
-for kv, trees in zip(SPECS, TREES, strict=True):
+for trees in TREES:
     trees.append([*trees[0][:3], *[BlockHash(bytes([200 + n]) * 32) for n in range(3)]])
 
 which = st.integers(0, 1)
@@ -77,7 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
         write = self.sessions[space][number].reserve(parent=None, hashes=hashes, parts=[])
         for block_hash, outcome in zip(hashes, write.outcomes, strict=True):
             if outcome is Outcome.STORED:
-                assert block_hash in before and block_hash in self.committed[space]
+                assert block_hash in before & self.committed[space]
             if outcome is Outcome.NEW:
                 assert block_hash not in before
         refused = [outcome is Outcome.FULL for outcome in write.outcomes]

@@ -57,8 +57,10 @@ class SlabArena:
     def num_slabs(self) -> int:
         return len(self._slabs)
 
-    def num_free(self, namespace: Namespace) -> int:
-        return len(self._free.get(namespace, ()))
+    @property
+    def num_lingering(self) -> int:
+        """Closed slabs that still count."""
+        return len(self._lingering)
 
     def slabs_of(self, namespace: Namespace) -> list[SlabId]:
         return [number for number, slab in self._slabs.items() if slab.namespace == namespace]

@@ -1,4 +1,4 @@
-"""Sessions and the channel against a scripted daemon on a unix socket: deadlines, late answers, lost control."""
+"""Sessions and the channel against a scripted daemon: deadlines, late answers, lost control."""
 
 import threading
 import time
@@ -49,7 +49,9 @@ class ScriptedDaemon(StoreServicer):
         self.server.add_insecure_port(address)
         self.server.start()
 
-    def Session(self, request_iterator: Iterator[pb.ClientMessage], context: Any) -> Iterator[pb.ServerMessage]:
+    def Session(
+        self, request_iterator: Iterator[pb.ClientMessage], context: Any
+    ) -> Iterator[pb.ServerMessage]:
         if self.refusal is not None:
             context.abort(*self.refusal)
         outgoing: SimpleQueue[pb.ServerMessage | None] = SimpleQueue()
@@ -179,7 +181,9 @@ def test_a_reservation_that_comes_too_late_is_aborted(daemon: ScriptedDaemon, cl
     assert daemon.next("abort").abort.write_id == 7
 
 
-def test_a_stream_that_ends_fails_the_calls_that_wait_at_once(daemon: ScriptedDaemon, client: KVClient) -> None:
+def test_a_stream_that_ends_fails_the_calls_that_wait_at_once(
+    daemon: ScriptedDaemon, client: KVClient
+) -> None:
     """Covers: A15, B1."""
     daemon.script = silent
     threading.Timer(0.1, daemon.cut).start()
@@ -248,7 +252,9 @@ def test_an_idle_client_is_heard_of_within_each_heartbeat(daemon: ScriptedDaemon
             daemon.next("ping")
 
 
-def test_a_daemon_that_is_silent_for_three_heartbeats_is_given_up(daemon: ScriptedDaemon, address: str) -> None:
+def test_a_daemon_that_is_silent_for_three_heartbeats_is_given_up(
+    daemon: ScriptedDaemon, address: str
+) -> None:
     """Covers: A15, A22."""
     daemon.heartbeat_ms = 40
     daemon.script = silent

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore_client.cuts import grids, spans
 from kvstore_client.staging import FreeRanges
-from kvstore_client.write import grids, spans
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=30))

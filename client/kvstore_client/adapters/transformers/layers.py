@@ -23,45 +23,75 @@ OnLayer: TypeAlias = Callable[[int], None]
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer of a DynamicCache that, in its first update, fetches its prefix and hands over what it holds."""
+    """A layer of a DynamicCache that, in its first update, fetches its prefix and hands over all it holds."""
 
-    def __init__(self, *, fetch: Callable[[], Tensor] | None, num_awaited: int, hand_over: Any) -> None:
+    def __init__(
+        self,
+        *,
+        loading: Callable[[], Tensor] | None,
+        num_awaited: int,
+        hand_over: Callable[[Tensor, Tensor], None] | None,
+    ) -> None:
         super().__init__()
-        self._fetch = fetch
-        self._num_awaited = num_awaited
+        self._loading = loading  # waits, then gives [2, heads, blocks, block_tokens, dim]
+        self._num_awaited = num_awaited  # tokens at the end of those blocks
         self._hand_over = hand_over
 
     def adopt(self, keys: Tensor, values: Tensor) -> None:
-        """Begins with these, which are not changed: a cache grows by concatenation."""
+        """These are what it holds. They are not changed: a layer grows by concatenation."""
         self.dtype, self.device = keys.dtype, keys.device
         self.keys, self.values = keys, values
         self.is_initialized = True
 
-    def fetch(self) -> None:
+    def fetch(self, device: Any) -> None:
         """What was awaited is in place. Raises: what the load does."""
-        fetch, self._fetch, awaited = self._fetch, None, self._num_awaited
-        if fetch is None:
-            return
-        keys, values = fetch()  # each [1, heads, tokens, dim]
-        assert keys.shape[-2] == awaited
-        self._num_awaited = 0
-        if self.is_initialized:
-            keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
-        self.adopt(keys, values)
+        if self._loading is not None:
+            rows = self._arrived()
+            none = torch.empty(1, rows.shape[1], 0, rows.shape[-1], dtype=rows.dtype, device=device)
+            self._join(rows, none, none)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self.fetch()
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self._loading is not None:
+            self._join(self._arrived(), key_states, value_states)
+        else:
+            super().update(key_states, value_states, *args, **kwargs)
         hand_over, self._hand_over = self._hand_over, None
         if hand_over is not None:
-            hand_over(keys, values)
-        return keys, values
+            hand_over(self.keys, self.values)
+        return self.keys, self.values
 
     def get_seq_length(self) -> int:
         length: int = super().get_seq_length()
         return length + self._num_awaited
+
+    def _arrived(self) -> Tensor:
+        assert self._loading is not None
+        loading, self._loading = self._loading, None
+        return loading()
+
+    def _join(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        awaited, self._num_awaited = self._num_awaited, 0
+        before = (self.keys, self.values) if self.is_initialized else (keys[:, :, :0], values[:, :, :0])
+        self.adopt(
+            _joined(before[0], rows[0], awaited, keys),
+            _joined(before[1], rows[1], awaited, values),
+        )
+
+
+def _joined(local: Tensor, rows: Tensor, num_awaited: int, new: Tensor) -> Tensor:
+    """`[1, heads, tokens, dim]`: local, the last `num_awaited` tokens of the rows, new; each copied once."""
+    heads, num_blocks, block_tokens, dim = rows.shape
+    end = local.shape[-2] + num_awaited
+    begin = end - num_blocks * block_tokens
+    out = torch.empty(1, heads, end + new.shape[-2], dim, dtype=new.dtype, device=new.device)
+    out[0, :, begin:end].unflatten(1, (num_blocks, block_tokens)).copy_(rows)
+    out[:, :, : local.shape[-2]] = (
+        local  # after the rows, whose first block may begin within the local tokens
+    )
+    out[:, :, end:] = new
+    return out
 
 
 class Loading:
@@ -71,29 +101,27 @@ class Loading:
         self,
         load: Load,
         rows: Tensor,
-        skip: int,
-        num_followed: int,
+        *,
+        num_local: int,  # tokens of the first block that are local
+        num_followed_blocks: int,
         deadline: float,
-        device: Any,
-        on_loaded: Any,
+        on_loaded: OnLayer | None,
     ) -> None:
-        # rows [layers, blocks, 2, heads, block_tokens, dim]; the first `skip` tokens of the first are local.
-        self.num_followed_blocks = num_followed
-        self.num_tokens: int = rows.shape[1] * rows.shape[4] - skip
-        self._load, self._rows, self._skip = load, rows, skip
-        self._deadline, self._device, self._on_loaded = deadline, device, on_loaded
+        self.num_tokens: int = rows.shape[1] * rows.shape[4] - num_local
+        self.num_followed_blocks = num_followed_blocks
+        self._load, self._deadline, self._on_loaded = load, deadline, on_loaded
+        self._rows = rows  # [layers, blocks, 2, heads, block_tokens, dim]
 
-    def fetch(self, layer: int) -> Tensor:
-        """`[2, 1, heads, num_tokens, dim]`, once it has arrived. Raises: what `Load.wait_part` does."""
+    def wait(self, layer: int) -> Tensor:
+        """`[2, heads, blocks, block_tokens, dim]`, arrived. Raises: what `Load.wait_part` does."""
         self._load.wait_part(layer, max(0.0, self._deadline - time.monotonic()))
         if self._on_loaded is not None:
             self._on_loaded(layer)
-        joined = self._rows[layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return joined[:, None, :, self._skip :].contiguous().to(self._device)
+        return self._rows[layer].permute(1, 2, 0, 3, 4)
 
 
 class Saving:
-    """One write, from block `first` on, on the saving thread. A failure is told to `on_failed` and ends it."""
+    """One write, from block `first` on, on the saving thread; a failure goes to `on_failed` and ends it."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 
@@ -42,15 +43,24 @@ class Prefill:
 class PrefixCache:
     """A model with the store behind it. A context manager; one prefill at a time.
 
-    The client's spec must be the model's (`spec_for`); the client is not owned. `close` waits for saves.
+    The client's spec must be the model's (`spec_for`); the client is not owned. A load may take `timeout_s`,
+    or `follow_timeout_s` if it follows a writer; then the model computes by itself.
     """
 
-    def __init__(self, client: KVClient, model: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        client: KVClient,
+        model: Any,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        follow_timeout_s: float = FOLLOW_TIMEOUT_S,
+    ) -> None:
         self.num_failed_loads = 0
         self.num_failed_saves = 0
         self._client = client
         self._model = model
         self._timeout_s = timeout_s
+        self._follow_timeout_s = follow_timeout_s
         config = model.config.get_text_config(decoder=True)
         self._heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
@@ -94,9 +104,9 @@ class PrefixCache:
         """All tokens of `input_ids` `[1, tokens]` are in a cache, from the store as far as it has them.
 
         `cache` is a DynamicCache of the first tokens, computed before; it is left as it is, and its tokens
-        are never taken from the store. At least the last token is computed. With `follow`, blocks that another
-        process is writing are used too, layer by layer as it computes them. A load that fails anywhere is not
-        used at all: the tokens are computed, from `cache` on.
+        are never taken from the store. At least the last token is computed. With `follow`, blocks that
+        another process is writing are used too, layer by layer as it computes them. A load that fails
+        anywhere is not used at all: the tokens are computed, from `cache` on.
 
         `on_loaded(layer)` is called when a layer's part has come, before that layer computes;
         `on_saved(layer)`, on the saving thread, when the store was handed a layer's part.
@@ -127,13 +137,13 @@ class PrefixCache:
         return Prefill(filled, logits, len(tokens), num_loaded, followed, load_error, saving)
 
     def load(self, input_ids: Tensor, *, follow: bool = False) -> Any:
-        """A DynamicCache of what is stored of `input_ids` `[1, tokens]`, without its last token; may be empty."""
+        """A DynamicCache of what is stored of `input_ids` `[1, tokens]` but its last; may be empty."""
         tokens = _token_list(input_ids)
         with self._loading(self._hashes(tokens), len(tokens) - 1, 0, follow, None) as loading:
             cache = self._cache(None, loading, None)
             try:
                 for layer in cache.layers:
-                    layer.fetch()
+                    layer.fetch(self._model.device)
             except KVStoreError as error:
                 self._load_failed(error)
                 return self._cache(None, None, None)
@@ -168,27 +178,24 @@ class PrefixCache:
         on_saved: OnLayer | None,
     ) -> tuple[Tensor, Any, "Future[int]"]:
         """(logits, cache, saving). Raises: what the load does; nothing is saved then."""
-        cache_tokens = (local.get_seq_length() if local is not None else 0) + (
-            loading.num_tokens if loading else 0
-        )
+        num_local = local.get_seq_length() if local is not None else 0
+        cache_tokens = num_local + (loading.num_tokens if loading else 0)
         saving = self._saving(hashes, cache_tokens // self._client.spec.block_tokens, on_saved)
         cache = self._cache(local, loading, saving)
         try:
             with torch.no_grad():
                 rest = input_ids[:, cache_tokens:].to(self._model.device)
-                logits = self._model(rest, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
-                    :, -1
-                ]
+                output = self._model(rest, past_key_values=cache, use_cache=True, logits_to_keep=1)
         except BaseException:
             saving.abandon()
             raise
-        return logits, cache, saving.finish()
+        return output.logits[:, -1], cache, saving.finish()
 
     def _cache(self, local: Any, loading: "Loading | None", saving: "Saving | None") -> Any:
         layers = []
         for index in range(self._client.spec.layers):
             layer = StoredLayer(
-                fetch=partial(loading.fetch, index) if loading else None,
+                loading=partial(loading.wait, index) if loading else None,
                 num_awaited=loading.num_tokens if loading else 0,
                 hand_over=partial(saving.hand_over, index) if saving else None,
             )
@@ -212,7 +219,7 @@ class PrefixCache:
         spec = self._client.spec
         first = num_local // spec.block_tokens
         wanted = hashes[first : most_tokens // spec.block_tokens]
-        deadline = time.monotonic() + (FOLLOW_TIMEOUT_S if follow else self._timeout_s)
+        deadline = time.monotonic() + (self._follow_timeout_s if follow else self._timeout_s)
         try:
             opened = self._open(wanted, follow) if wanted else None
         except KVStoreError as error:
@@ -223,8 +230,14 @@ class PrefixCache:
             return
         load, rows, num_followed = opened
         with load:  # which stops it, so that nothing writes to `rows` any more
-            skip = num_local - first * spec.block_tokens
-            yield Loading(load, rows, skip, num_followed, deadline, self._model.device, on_loaded)
+            yield Loading(
+                load,
+                rows,
+                num_local=num_local - first * spec.block_tokens,
+                num_followed_blocks=num_followed,
+                deadline=deadline,
+                on_loaded=on_loaded,
+            )
 
     def _open(self, hashes: list[BlockHash], follow: bool) -> tuple[Load, Tensor, int] | None:
         with self._client.match(hashes, timeout_s=self._timeout_s) as match:
@@ -234,9 +247,13 @@ class PrefixCache:
                 return None
             spec, dtype = self._client.spec, self._model.dtype
             dim = spec.part_bytes[0] // (2 * self._heads * spec.block_tokens * dtype.itemsize)
-            rows = torch.empty(spec.layers, num_blocks, 2, self._heads, spec.block_tokens, dim, dtype=dtype)
-            into = list(rows)  # one entry a layer
-            load = self._client.load(hashes[:num_blocks], into=into, follow=follow, timeout_s=self._timeout_s)
+            shape = (spec.layers, num_blocks, 2, self._heads, spec.block_tokens, dim)
+            # NumPy asks for huge pages: a quarter of the time for memory that was never touched.
+            memory = np.empty(num_blocks * spec.block_bytes, np.uint8)
+            rows = torch.from_numpy(memory).view(dtype).reshape(shape)
+            load = self._client.load(
+                hashes[:num_blocks], into=list(rows), follow=follow, timeout_s=self._timeout_s
+            )
             return load, rows, num_followed
 
     def _load_failed(self, error: KVStoreError) -> None:

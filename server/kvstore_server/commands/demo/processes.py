@@ -1,4 +1,4 @@
-"""The demo's processes: started, listened to with deadlines, and ended by the handles they were started with."""
+"""The demo's processes: started, listened to with deadlines, and ended by their handles."""
 
 import json
 import queue
@@ -49,16 +49,14 @@ class Child:
             raise self._ended() from None
 
     def expect(self, event: str, *, timeout_s: float = STEP_S) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The next event of this kind, and those that came before it. Raises: DemoFailed, if it does not come."""
+        """The next event of this kind, and those before it. Raises: DemoFailed, if it does not come."""
         before: list[dict[str, Any]] = []
         deadline = time.monotonic() + timeout_s
         while True:
             try:
                 got = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise DemoFailed(
-                    f"{self.name}: nothing heard of {event!r} within {timeout_s:.0f} s"
-                ) from None
+                raise DemoFailed(f"{self.name}: nothing heard of {event!r} within {timeout_s:.0f} s") from None
             if got is None:
                 raise self._ended()
             if got["event"] == event:

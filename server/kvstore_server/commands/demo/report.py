@@ -21,9 +21,7 @@ def as_text(show: "Show") -> str:
                 scene.name,
                 scene.where,
                 f"{scene.answer.num_tokens:,} tokens",
-                f"{scene.num_blocks} blocks, {_loaded_bytes(scene) / MIB:.1f} MiB"
-                if scene.num_blocks
-                else "-",
+                f"{scene.num_blocks} blocks, {_loaded_bytes(scene) / MIB:.1f} MiB" if scene.num_blocks else "-",
                 f"{scene.first_token_s:.3f} s",
                 f"{against_s / scene.first_token_s:.1f}x" if scene.answer is not scene.reference else "-",
                 "the same" if scene.answer.text == scene.reference.text else "DIFFERENT",
@@ -89,14 +87,12 @@ def _timeline(times: "HandOver") -> list[str]:
     rows = [("layer", "prefill handed over", "decode had it")]
     rows += [(str(n), f"{times.saved_s[n]:.3f} s", f"{times.loaded_s[n]:.3f} s") for n in shown]
     return [
-        f"(b) layer by layer: decode had {times.num_early} of {num_layers} layers before prefill handed over its last",
+        f"(b) by layer: decode had {times.num_early} of {num_layers} before prefill handed over its last",
         *_table(rows),
     ]
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return ["  " + line for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]]

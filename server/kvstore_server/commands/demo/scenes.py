@@ -1,5 +1,6 @@
 """The demo's three scenes, and what must be true of them: cold, hand-over, next session."""
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,8 +67,8 @@ class Show:
 def run_demo(model_path: str | None, prompt_tokens: int, as_json: bool, transport: str) -> int:
     """The exit status: 0 if every text is the cold one's and the store was used, 1 if not, 130 after Ctrl-C.
 
-    The report goes to stdout, progress to stderr. Every process started has ended, and nothing is left but the
-    model in the user's cache folder.
+    The report goes to stdout, progress to stderr. Every process started has ended, and nothing is left but
+    the model in the user's cache folder.
     """
     progress = _Progress()
     try:
@@ -89,13 +90,9 @@ def run_demo(model_path: str | None, prompt_tokens: int, as_json: bool, transpor
 
 def _run(model_path: str | None, prompt_tokens: int, transport: str, progress: Callable[[str], None]) -> Show:
     if transport not in ("auto", "shm"):
-        raise DemoFailed(
-            f"transport: expected auto or shm, got {transport}; all of the demo runs on this machine"
-        )
+        raise DemoFailed(f"transport: expected auto or shm, got {transport}; all of the demo runs on this machine")
     if prompt_tokens < MIN_PROMPT_TOKENS:
-        raise DemoFailed(
-            f"prompt tokens: expected at least {MIN_PROMPT_TOKENS}, got {prompt_tokens}; ask for more"
-        )
+        raise DemoFailed(f"prompt tokens: expected at least {MIN_PROMPT_TOKENS}, got {prompt_tokens}; ask for more")
     begin_s = time.monotonic()
     check_packages()
     model = prepare(model_path, progress=progress)
@@ -109,9 +106,7 @@ def _run(model_path: str | None, prompt_tokens: int, transport: str, progress: C
     return Show(scenes=scenes, hand_over=hand_over, total_s=time.monotonic() - begin_s)
 
 
-def _play(
-    children: Children, prompt_tokens: int, progress: Callable[[str], None]
-) -> tuple[list[Scene], HandOver]:
+def _play(children: Children, prompt_tokens: int, progress: Callable[[str], None]) -> tuple[list[Scene], HandOver]:
     progress("starting the daemon, prefill and decode")
     daemon = children.start_daemon()
     prefill, decode = children.start_engine("prefill"), children.start_engine("decode")
@@ -119,9 +114,7 @@ def _play(
         engine.expect("ready", timeout_s=READY_S)
     daemon.check()
 
-    cold = Request(
-        question=FIRST_QUESTION, prompt_tokens=prompt_tokens, use_store=False, num_new_tokens=NEW_TOKENS
-    )
+    cold = Request(question=FIRST_QUESTION, prompt_tokens=prompt_tokens, use_store=False, num_new_tokens=NEW_TOKENS)
     progress("(a) cold: decode computes everything")
     decode.ask(cold)
     reference, _ = decode.answer()
@@ -176,9 +169,8 @@ def _judge(show: Show) -> None:
     faults = []
     for scene in show.scenes:
         if scene.answer.text != scene.reference.text:
-            faults.append(
-                f"{scene.name.strip()}: expected the cold text {scene.reference.text!r}, got {scene.answer.text!r}"
-            )
+            wanted, got = scene.reference.text, scene.answer.text
+            faults.append(f"{scene.name.strip()}: expected the cold text {wanted!r}, got {got!r}")
     for scene in show.scenes[1:3]:
         if not scene.num_blocks:
             reason = scene.answer.problem or "the store had none"
@@ -191,7 +183,7 @@ class _Progress:
     """Lines on stderr; on a terminal, each in place of the one before."""
 
     def __init__(self) -> None:
-        self._terminal = click.get_text_stream("stderr").isatty()
+        self._terminal = sys.stderr.isatty()
         self._last = ""
 
     def __call__(self, line: str) -> None:

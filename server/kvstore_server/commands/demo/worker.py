@@ -1,7 +1,8 @@
 """One engine process of the demo: it loads the model, then answers requests, one JSON line each.
 
-A request has the fields of `Request`. Events go to stdout, one JSON line each, with `event` and `at_s`, the machine's
-monotonic clock: ready, saved and loaded (with `layer`), done (with the fields of `Answer`). It ends with its stdin.
+A request has the fields of `Request`. Events go to stdout, one JSON line each, with `event` and `at_s` (of
+the machine's monotonic clock): ready, saved and loaded (with `layer`), done (with the fields of `Answer`). The
+process ends with its stdin.
 """
 
 import argparse
@@ -71,7 +72,7 @@ class Engine:
         self._prefixes = PrefixCache(self._client, self._model)
 
     def prompt(self, question: str, prompt_tokens: int) -> Any:
-        """`[1, tokens]`: instruction, handbook, question; all questions' prompts are equal up to the question."""
+        """`[1, tokens]`: instruction, handbook, question; equal for all questions up to the question."""
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
         before, after = map(encode, self._around_handbook(FIRST_QUESTION))
         room = max(0, prompt_tokens - len(before) - len(after))

@@ -1,0 +1,191 @@
+"""`kvstore bench local`: the shm data path beside plain memcpy, in one run, with real daemons in their own processes.
+
+Every bandwidth is the median of `rounds`; the paths take turns within a round, so that what else the machine
+does falls on all of them alike.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import click
+import numpy as np
+
+from kvstore.hashing import chain
+from kvstore.spec import KVSpec
+from kvstore.types import BlockHash, ByteArray
+from kvstore_client import BlockRows, ClientOptions, KVClient, Region
+
+SMALL_BLOCKS = 8192
+
+
+def run_local(*, size_bytes: int, part_bytes: int, threads: int, rounds: int) -> dict[str, float | int]:
+    """Measures and returns all figures; progress goes to standard error."""
+    num_blocks = size_bytes // part_bytes
+    spec = _spec("bench", part_bytes)
+    with ExitStack() as stack:
+        checked = stack.enter_context(_daemon(size_bytes, threads, "--checksums"))
+        raw = stack.enter_context(_daemon(size_bytes, threads, "--no-checksums"))
+        options = ClientOptions(name="bench", copy_threads=threads, timeout_s=60)
+        client = stack.enter_context(KVClient(checked, spec, options=options))
+        raw_client = stack.enter_context(KVClient(raw, spec, options=options))
+        for each in (client, raw_client):
+            each.wait_ready(30)
+        latencies = _match_latencies(checked, options)
+        _progress("filling the regions with random bytes")
+        region, raw_region = client.region(size_bytes), raw_client.region(size_bytes)
+        target = np.zeros(size_bytes, np.uint8)
+        region.array[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), size_bytes)
+        raw_region.array[:] = region.array
+        seconds: dict[str, list[float]] = {"memcpy": [], "store": [], "load": [], "store_raw": []}
+        for number in range(rounds + 1):  # the first only warms up
+            _progress(f"round {number} of {rounds}: {num_blocks} blocks of {part_bytes >> 10} KiB")
+            hashes = _chain(spec, num_blocks, seed=number)
+            took = {
+                "memcpy": _timed(lambda: _memcpy(target, region.array, part_bytes, threads)),
+                "store": _timed(lambda: _store(client, hashes, region)),  # noqa: B023 - called at once
+                "load": _timed(lambda: _load(client, hashes, target)),  # noqa: B023
+                "store_raw": _timed(lambda: _store(raw_client, hashes, raw_region)),  # noqa: B023
+            }
+            assert np.array_equal(target, region.array), "what was loaded is not what was stored"
+            if number:
+                for name, value in took.items():
+                    seconds[name].append(value)
+        view_us = _view_us(client, hashes)
+    gbps = {name: size_bytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
+    figures: dict[str, float | int] = {f"{name}_gbps": round(value, 2) for name, value in gbps.items()}
+    figures |= {f"{name}_ratio": round(gbps[name] / gbps["memcpy"], 3) for name in ("load", "store", "store_raw")}
+    figures |= {"view_us_per_block": round(view_us, 3), **latencies}
+    return figures | {
+        "size_bytes": size_bytes,
+        "part_bytes": part_bytes,
+        "threads": threads,
+        "rounds": rounds,
+    }
+
+
+def _spec(model: str, part_bytes: int) -> KVSpec:
+    return KVSpec.uniform(
+        model=model,
+        revision="r1",
+        dtype="uint8",
+        block_tokens=16,
+        layers=1,
+        bytes_per_part=part_bytes,
+        layout="bench",
+    )
+
+
+def _chain(spec: KVSpec, num_blocks: int, *, seed: int) -> list[BlockHash]:
+    tokens = np.arange(num_blocks * spec.block_tokens, dtype=np.uint32)
+    tokens[0] = (1 << 32) - 1 - seed
+    return chain(spec.namespace, tokens, block_tokens=spec.block_tokens)
+
+
+@contextmanager
+def _daemon(size_bytes: int, threads: int, checksums: str) -> Iterator[str]:
+    """The address of a daemon in its own process, with room for the working set and an eighth more."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
+        path = Path(folder) / "kvstore.sock"
+        command = [
+            sys.executable,
+            "-m",
+            "kvstore_server.cli",
+            "serve",
+            "--unix-socket",
+            str(path),
+            "--tcp-port",
+            "0",
+        ]
+        command += [
+            "--cpu-capacity",
+            str(size_bytes + size_bytes // 8 + (192 << 20)),
+            "--copy-threads",
+            str(threads),
+        ]
+        process = subprocess.Popen([*command, checksums, "--log-level", "warning"])
+        try:
+            yield f"unix:{path}"
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _timed(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _memcpy(target: ByteArray, source: ByteArray, piece: int, threads: int) -> None:
+    """The limit: the same pieces copied by the same number of threads, and nothing else."""
+
+    def copy(first: int) -> None:
+        for begin in range(first * piece, source.size, piece * threads):
+            np.copyto(target[begin : begin + piece], source[begin : begin + piece])
+
+    workers = [threading.Thread(target=copy, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def _store(client: KVClient, hashes: list[BlockHash], region: Region) -> None:
+    with client.store(hashes) as write:
+        write.put_blocks(region.array.reshape(len(hashes), -1))
+    assert write.num_new == len(hashes), f"stored {write.num_new} of {len(hashes)} blocks"
+
+
+def _load(client: KVClient, hashes: list[BlockHash], target: ByteArray) -> None:
+    with client.load(hashes, into=BlockRows(target.reshape(len(hashes), -1))) as load:
+        result = load.wait()
+    assert result.num_loaded == len(hashes), f"loaded {result.num_loaded} of {len(hashes)} blocks"
+
+
+def _view_us(client: KVClient, hashes: list[BlockHash]) -> float:
+    """Microseconds a block for a load in place, views made and checked; the median of nine."""
+    samples = []
+    for _ in range(9):
+        started = time.perf_counter()
+        with client.load(hashes, view=True) as load:
+            for block in range(len(hashes)):
+                load.view(block, 0)
+            load.check()
+            samples.append(time.perf_counter() - started)
+    return statistics.median(samples) / len(hashes) * 1e6
+
+
+def _match_latencies(address: str, options: ClientOptions) -> dict[str, float]:
+    """Round trips of a match that finds everything and leases it; the release is not timed."""
+    spec = _spec("bench-small", 64)
+    hashes = _chain(spec, SMALL_BLOCKS, seed=0)
+    figures: dict[str, float] = {}
+    with KVClient(address, spec, options=options) as client:
+        client.wait_ready(30)
+        with client.store(hashes) as write:
+            write.put_blocks(np.zeros((SMALL_BLOCKS, 64), np.uint8))
+        for count, samples in ((1000, 2000), (SMALL_BLOCKS, 500)):
+            _progress(f"matching {count} blocks, {samples} times")
+            asked = hashes[:count]
+            micros = []
+            for _ in range(samples):
+                started = time.perf_counter()
+                match = client.match(asked)
+                micros.append((time.perf_counter() - started) * 1e6)
+                assert match.num_blocks == count
+                match.release()
+            micros = sorted(micros[samples // 10 :])
+            figures[f"match_{count}_p50_us"] = round(micros[len(micros) // 2], 1)
+            figures[f"match_{count}_p99_us"] = round(micros[int(len(micros) * 0.99)], 1)
+    return figures
+
+
+def _progress(text: str) -> None:
+    click.echo(f"bench: {text}", err=True)
