@@ -24,9 +24,7 @@ class Breaker:
     nobody reported on for a whole cooldown is given up, and the next call is the probe. Thread-safe.
     """
 
-    def __init__(
-        self, *, failures: int, cooldown_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, failures: int, cooldown_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = failures
         self._first_cooldown_s = cooldown_s
         self._clock = clock

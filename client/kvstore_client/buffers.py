@@ -73,12 +73,8 @@ def as_rows(rows: RowsLike, *, num_rows: int, row_bytes: int, where: str, writab
     """
     if isinstance(rows, list | tuple):
         if len(rows) != num_rows:
-            raise InvalidRequest(
-                f"{where}: expected {num_rows} buffers, one per block, got {len(rows)}; match them"
-            )
-        return Rows(
-            [_row(row, row_bytes, f"{where}[{index}]", writable) for index, row in enumerate(rows)], row_bytes
-        )
+            raise InvalidRequest(f"{where}: expected {num_rows} buffers, one per block, got {len(rows)}; match them")
+        return Rows([_row(row, row_bytes, f"{where}[{index}]", writable) for index, row in enumerate(rows)], row_bytes)
     array = _as_array(rows, where)
     if array.ndim < 2:
         raise InvalidRequest(
@@ -96,21 +92,15 @@ def as_rows(rows: RowsLike, *, num_rows: int, row_bytes: int, where: str, writab
             f"{array.dtype}); check shape and dtype against the spec"
         )
     if not array[0].flags.c_contiguous:
-        raise InvalidRequest(
-            f"{where}: expected each row contiguous, got strides {array.strides}; copy it first"
-        )
+        raise InvalidRequest(f"{where}: expected each row contiguous, got strides {array.strides}; copy it first")
     if writable:
         _check_writable(array, where)
         if num_rows > 1 and abs(array.strides[0]) < row_bytes:
-            raise InvalidRequest(
-                f"{where}: expected rows that do not overlap, got strides {array.strides}; copy it"
-            )
+            raise InvalidRequest(f"{where}: expected rows that do not overlap, got strides {array.strides}; copy it")
     return Rows(_bytes_of(array, where).reshape(num_rows, row_bytes), row_bytes)
 
 
-def as_destination(
-    into: Destination, *, spec: KVSpec, parts: Sequence[int], num_blocks: int
-) -> dict[int, Rows]:
+def as_destination(into: Destination, *, spec: KVSpec, parts: Sequence[int], num_blocks: int) -> dict[int, Rows]:
     """Where each part of each block goes: rows for every part of `parts`, all of them writable.
 
     Raises: InvalidRequest, as `as_rows` does, or if a part has no rows.
@@ -123,9 +113,7 @@ def as_destination(
     if isinstance(into, Mapping):
         missing = [part for part in parts if part not in into]
         if missing:
-            raise InvalidRequest(
-                f"into: expected rows for every part asked for, got none for {missing[:8]}; add them"
-            )
+            raise InvalidRequest(f"into: expected rows for every part asked for, got none for {missing[:8]}; add them")
     elif not hasattr(into, "__getitem__") or len(into) != spec.num_parts:
         got = f"{len(into)} entries" if hasattr(into, "__len__") else f"a {type(into).__name__}"
         raise InvalidRequest(
@@ -148,13 +136,9 @@ def _row(row: object, row_bytes: int, where: str, writable: bool) -> ByteArray:
     """One buffer as `[row_bytes]`."""
     array = _as_array(row, where)
     if array.nbytes != row_bytes:
-        raise InvalidRequest(
-            f"{where}: expected {row_bytes} bytes, got {array.nbytes}; check it against the spec"
-        )
+        raise InvalidRequest(f"{where}: expected {row_bytes} bytes, got {array.nbytes}; check it against the spec")
     if not array.flags.c_contiguous:
-        raise InvalidRequest(
-            f"{where}: expected a contiguous buffer, got strides {array.strides}; copy it first"
-        )
+        raise InvalidRequest(f"{where}: expected a contiguous buffer, got strides {array.strides}; copy it first")
     if writable:
         _check_writable(array, where)
     return _bytes_of(array, where).reshape(-1)
@@ -214,17 +198,13 @@ def _bytes_of(array: AnyArray, where: str) -> ByteArray:
     """The same memory as uint8, rows (or the whole, if 1-D) flattened; rows are known to be contiguous."""
     flat = array.reshape(len(array), -1) if array.ndim > 1 else array.reshape(-1)
     if not np.may_share_memory(flat, array):
-        raise InvalidRequest(
-            f"{where}: expected memory that can be addressed in place, got strides {array.strides}"
-        )
+        raise InvalidRequest(f"{where}: expected memory that can be addressed in place, got strides {array.strides}")
     return flat.view(np.uint8)
 
 
 def _check_writable(array: AnyArray, where: str) -> None:
     if not array.flags.writeable:
-        raise InvalidRequest(
-            f"{where}: expected memory that can be written to, got a read-only buffer; copy it"
-        )
+        raise InvalidRequest(f"{where}: expected memory that can be written to, got a read-only buffer; copy it")
 
 
 def _address(array: ByteArray) -> int:

@@ -163,9 +163,7 @@ class Channel:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def _connect(self, channel: grpc.Channel) -> Session:
-        session = Session(
-            channel, breaker=self._breaker, counters=self._counters, on_retired=self._on_retired
-        )
+        session = Session(channel, breaker=self._breaker, counters=self._counters, on_retired=self._on_retired)
         try:
             session.greet(self._hello, timeout_s=CONNECT_TIMEOUT_S)
             self._on_session(session)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvstore.errors import InvalidRequest, KVStoreError, SpecMismatch, StoreTimeout
+from kvstore.errors import InvalidRequest, KVStoreError, SpecMismatch, StoreTimeout, Unsupported
 from kvstore.hashing import pack
 from kvstore.spec import KVSpec
 from kvstore.types import BlockHash, BootId, Namespace
@@ -129,9 +129,7 @@ class KVClient:
         """
         self._channel.wait_ready(self._deadline(timeout_s))
 
-    def match(
-        self, hashes: Sequence[BlockHash], *, lease: str | None = None, timeout_s: float | None = None
-    ) -> Match:
+    def match(self, hashes: Sequence[BlockHash], *, lease: str | None = None, timeout_s: float | None = None) -> Match:
         """How many leading blocks are stored; they are leased under `lease` until it is released.
 
         `lease` None: a new name. Empty: only ask. A name in use: what it holds is replaced.
@@ -173,9 +171,7 @@ class KVClient:
         StoreTimeout; StoreUnavailable. Blocks that cannot be served are `Load.errors`, not exceptions.
         """
         if (into is None) == (not view):
-            raise InvalidRequest(
-                "load: expected either into=... or view=True, got neither or both; choose one"
-            )
+            raise InvalidRequest("load: expected either into=... or view=True, got neither or both; choose one")
         hashes = _hashes_of(blocks, follow)
         _check_count(hashes)
         chosen = self._parts(parts)
@@ -194,9 +190,7 @@ class KVClient:
             checksums=self.options.integrity == "always",
             timeout_s=self.options.timeout_s,
         )
-        load = Load(
-            session, plan, pool=self._pool, num_workers=self.options.copy_threads, counters=self._counters
-        )
+        load = Load(session, plan, pool=self._pool, num_workers=self.options.copy_threads, counters=self._counters)
         if hashes:
             locate(load, session, self._slabs, self.spec, plan=plan, follow=follow, deadline=deadline)
         return load
@@ -220,9 +214,7 @@ class KVClient:
         chosen = self._parts(parts)
         deadline = self._deadline(timeout_s)
         session = self._channel.session(deadline)
-        request = pb.Store_(
-            parent=parent or b"", hashes=packed, parts=b"" if parts is None else pack_u32(chosen)
-        )
+        request = pb.Store_(parent=parent or b"", hashes=packed, parts=b"" if parts is None else pack_u32(chosen))
 
         def abort_late(answer: Answer) -> None:
             if not isinstance(answer, KVStoreError) and answer.HasField("reserved"):
@@ -250,9 +242,7 @@ class KVClient:
         """
         return self._regions.create(size_bytes, deadline=self._deadline(timeout_s))
 
-    def verify(
-        self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None
-    ) -> dict[int, KVStoreError]:
+    def verify(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> dict[int, KVStoreError]:
         """The store has compared these blocks with their checksums and dropped those that differ.
 
         Returns, by index, BlockCorrupt for those that it dropped and BlockMissing for those that are
@@ -320,6 +310,11 @@ class KVClient:
                 f"welcome: expected namespace {self.spec.namespace.hex()[:12]}… for this spec, got "
                 f"{session.namespace.hex()[:12]}…; run client and daemon of the same version"
             )
+        if self.options.integrity == "always" and "checksums" not in session.capabilities:
+            raise Unsupported(
+                'integrity: expected a daemon that keeps checksums for "always", got one that runs without; '
+                'set checksums = true in the daemon\'s configuration, or use integrity="header"'
+            )
         self._slabs.adopt(session)
         self._stagings.drop()
         self._regions.adopt(session)
@@ -332,9 +327,7 @@ def _pack(hashes: Sequence[BlockHash]) -> bytes:
 
 def _check_count(hashes: Sequence[BlockHash]) -> None:
     if len(hashes) > MAX_HASHES:
-        raise InvalidRequest(
-            f"hashes: expected at most {MAX_HASHES}, got {len(hashes)}; ask in several calls"
-        )
+        raise InvalidRequest(f"hashes: expected at most {MAX_HASHES}, got {len(hashes)}; ask in several calls")
 
 
 def _hashes_of(blocks: Match | Sequence[BlockHash], follow: bool) -> Sequence[BlockHash]:

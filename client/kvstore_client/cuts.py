@@ -9,9 +9,7 @@ MESSAGE_BYTES: Final = 32 << 20
 MESSAGE_OFFSETS: Final = 1 << 20  # of 8 bytes each, in one message
 
 
-def grids(
-    num_blocks: int, sizes: Sequence[int], *, most_bytes: int = MESSAGE_BYTES
-) -> Iterator[tuple[slice, slice]]:
+def grids(num_blocks: int, sizes: Sequence[int], *, most_bytes: int = MESSAGE_BYTES) -> Iterator[tuple[slice, slice]]:
     """Cuts blocks x parts into (blocks, parts) of about `most_bytes`: whole blocks, or parts of one."""
     per_block = sum(sizes)
     if per_block <= most_bytes:

@@ -24,7 +24,7 @@ class Exchange:
         self._closed = False
 
     def slab(self, number: int, *, deadline: float) -> tuple[int, int]:
-        """(descriptor, size in bytes) of a slab; the caller owns the descriptor.
+        """(descriptor, number of slots) of a slab; the caller owns the descriptor.
 
         Raises: BlockMissing, if there is no such slab in this namespace; Unsupported, StoreTimeout,
         StoreUnavailable as `_ask` does.
@@ -33,7 +33,7 @@ class Exchange:
         if len(fds) != 1:
             _close_all(fds)
             raise StoreUnavailable(f"slab {number}: expected one descriptor, got {len(fds)}; reconnect")
-        return fds[0], reply.size_bytes
+        return fds[0], reply.num_slots
 
     def register(self, number: int, fd: int, *, size_bytes: int, deadline: float) -> None:
         """The daemon has mapped the region behind `fd`.
@@ -79,9 +79,7 @@ class Exchange:
         if self._closed:
             raise StoreUnavailable("shm socket: the session has ended; the client reconnects")
         if not self._path:
-            raise Unsupported(
-                "shared memory: the daemon offers none; run the daemon with shared memory on this host"
-            )
+            raise Unsupported("shared memory: the daemon offers none; run the daemon with shared memory on this host")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -79,9 +79,7 @@ class Filling:
 
     def __repr__(self) -> str:
         state = "complete" if not self.progress.left else "stopped" if self.stopped else "under way"
-        return (
-            f"<Filling [{len(self._pieces)} pieces wait, {self.active} active; {self.progress!r}; {state}]>"
-        )
+        return f"<Filling [{len(self._pieces)} pieces wait, {self.active} active; {self.progress!r}; {state}]>"
 
     def begin(self, source: Source, *, errors: dict[int, KVStoreError], writing: IntArray) -> None:
         """Blocks that can be read are scheduled; those in writing are as their parts arrive."""
@@ -203,9 +201,7 @@ class Filling:
         blocks = unpack_u32(arrived.blocks, name="arrived.blocks")
         parts = unpack_u32(arrived.parts, name="arrived.parts")
         if len(blocks) != len(parts) or (blocks >= len(self._plan.hashes)).any():
-            raise StoreBug(
-                f"arrived: expected pairs of parts and of {len(self._plan.hashes)} blocks; report it"
-            )
+            raise StoreBug(f"arrived: expected pairs of parts and of {len(self._plan.hashes)} blocks; report it")
         for failed in arrived.errors:
             self.progress.fail(failed.index, error_from_status(failed.status))
         for part in np.unique(parts).tolist():

@@ -88,9 +88,7 @@ class Load:
         """
         filling, progress = self._filling, self._progress
         if not progress.has(part):
-            raise InvalidRequest(
-                f"wait_part: expected a part that the load was asked for, got {part}; add it to parts"
-            )
+            raise InvalidRequest(f"wait_part: expected a part that the load was asked for, got {part}; add it to parts")
         deadline = self._deadline(timeout_s)
         with self._changed:
             while not self.errors and progress.part_missing(part) and not filling.stopped:
@@ -176,9 +174,7 @@ class Load:
 
     # How the client sets it going.
 
-    def begin(
-        self, source: Source, request_id: int, *, errors: dict[int, KVStoreError], writing: IntArray
-    ) -> None:
+    def begin(self, source: Source, request_id: int, *, errors: dict[int, KVStoreError], writing: IntArray) -> None:
         """The blocks were located: what can be read is on its way."""
         self._request_id = request_id
         self._filling.begin(source, errors=errors, writing=writing)

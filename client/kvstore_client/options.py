@@ -29,12 +29,8 @@ class ClientOptions:
     breaker_cooldown_s: float = 1.0  # for so long at first; doubled for each probe that fails, up to 30 s
 
     def __post_init__(self) -> None:
-        _check(
-            "name", len(self.name.encode()) <= MAX_NAME_BYTES, f"at most {MAX_NAME_BYTES} bytes", self.name
-        )
-        _check(
-            "token", len(self.token.encode()) <= MAX_TOKEN_BYTES, f"at most {MAX_TOKEN_BYTES} bytes", "more"
-        )
+        _check("name", len(self.name.encode()) <= MAX_NAME_BYTES, f"at most {MAX_NAME_BYTES} bytes", self.name)
+        _check("token", len(self.token.encode()) <= MAX_TOKEN_BYTES, f"at most {MAX_TOKEN_BYTES} bytes", "more")
         _check(
             "expected_namespace",
             len(self.expected_namespace) in (0, 32),

@@ -57,9 +57,7 @@ class Region:
         Raises: InvalidRequest, once closed.
         """
         if self._memory is None:
-            raise InvalidRequest(
-                f"region {self.number}: expected an open one, got one that was closed; make another"
-            )
+            raise InvalidRequest(f"region {self.number}: expected an open one, got one that was closed; make another")
         return self._memory
 
     def close(self) -> None:
@@ -85,9 +83,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._lock = (
-            threading.Lock()
-        )  # held while registering, so that no region is registered twice or while closing
+        self._lock = threading.Lock()  # held while registering, so that no region is registered twice or while closing
         self._session: Session | None = None
         self._open: list[Region] = []
 

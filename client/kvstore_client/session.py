@@ -87,6 +87,7 @@ class Session:
             raise StoreBug("welcome: expected a heartbeat of at least 1 ms, got 0; report it")
         self.boot_id = BootId(welcome.boot_id)
         self.session_id = welcome.session_id
+        self.capabilities = frozenset(welcome.capabilities)
         self.namespace = Namespace(welcome.namespace)
         self.heartbeat_s = welcome.heartbeat_ms / 1000
         self.max_region_bytes = welcome.limits.max_region_bytes

@@ -69,9 +69,7 @@ class Slabs:
         try:
             maps = self._maps
             if maps.session is not session or not session.alive:
-                raise StoreUnavailable(
-                    "slabs: the session that asks has ended; recompute, the client reconnects"
-                )
+                raise StoreUnavailable("slabs: the session that asks has ended; recompute, the client reconnects")
             slab = maps.slabs.get(number)
             if slab is None:
                 slab = maps.slabs[number] = self._fetch(maps, session, number, deadline)
@@ -94,14 +92,21 @@ class Slabs:
                 maps.tell_dropped(number)
 
     def _fetch(self, maps: "_Maps", session: Session, number: int, deadline: float) -> Slab:
-        fd, size_bytes = session.exchange.slab(number, deadline=deadline)
+        fd, num_slots = session.exchange.slab(number, deadline=deadline)
         try:
-            memory = map_memfd(fd, size_bytes, writable=False)
+            layout = SlabLayout.of(
+                num_slots=num_slots, num_parts=self._spec.num_parts, block_bytes=self._spec.block_bytes
+            )
+            if num_slots < 1 or os.fstat(fd).st_size < layout.size_bytes:
+                raise StoreBug(
+                    f"slab {number}: expected {layout.size_bytes} bytes, got {os.fstat(fd).st_size}; report it"
+                )
+            memory = map_memfd(fd, layout.size_bytes, writable=False)
         finally:
             os.close(fd)
         maps.mapped.add(number)
         weakref.finalize(memory, maps.unmapped, number).atexit = False
-        return Slab(number, layout_of(self._spec, size_bytes), memory)
+        return Slab(number, layout, memory)
 
 
 class _Maps:
@@ -128,24 +133,3 @@ class _Maps:
             return
         if self.session is not None:
             self.session.tell(pb.ClientMessage(slabs_dropped=pb.SlabsDropped(slabs=[number])))
-
-
-def layout_of(spec: KVSpec, size_bytes: int) -> SlabLayout:
-    """The layout of a slab of that size: of all its slots exactly, else the most that fit.
-
-    Raises: StoreBug, if there is room for no slot, or if the size does not tell where the bytes begin.
-    """
-    num_parts, block_bytes = spec.num_parts, spec.block_bytes
-    one = SlabLayout.of(num_slots=1, num_parts=num_parts, block_bytes=block_bytes)
-    fitting = SlabLayout.fitting(size_bytes=size_bytes, num_parts=num_parts, block_bytes=block_bytes)
-    # Headers are rounded up by less than a page, and a slot has at least one: the division is exact.
-    num_slots = max(1, size_bytes // (one.header_bytes + one.slot_bytes))
-    exact = SlabLayout.of(num_slots=num_slots, num_parts=num_parts, block_bytes=block_bytes)
-    if fitting.size_bytes > size_bytes or (
-        exact.size_bytes == size_bytes and exact.data_offset != fitting.data_offset
-    ):
-        raise StoreBug(
-            f"slab: expected a size that tells the layout of its slots of {one.slot_bytes} bytes, got "
-            f"{size_bytes} bytes; report it, and choose another slab size"
-        )
-    return exact if exact.size_bytes == size_bytes else fitting

@@ -116,9 +116,7 @@ class Source:
         located = self._located
         return slab.holds(located.slots[blocks], located.generations[blocks], self._expected[blocks])
 
-    def _copy_rows(
-        self, slab: Slab, part: int, blocks: IntArray, into: Rows, stopped: Callable[[], bool]
-    ) -> None:
+    def _copy_rows(self, slab: Slab, part: int, blocks: IntArray, into: Rows, stopped: Callable[[], bool]) -> None:
         begin, size_bytes = self._ranges[part]
         table = slab.table
         slots = self._located.slots[blocks]
@@ -152,9 +150,7 @@ class Source:
         for block, slot, checksum in zip(blocks.tolist(), slots.tolist(), expected, strict=True):
             if stopped():
                 break
-            data: ByteArray = (
-                slab.table[slot, begin : begin + size_bytes] if into is None else into.rows[block]
-            )
+            data: ByteArray = slab.table[slot, begin : begin + size_bytes] if into is None else into.rows[block]
             if xxhash.xxh3_64_intdigest(data.data) != checksum:
                 wrong.append(block)
         return wrong

@@ -60,10 +60,7 @@ class Write:
         self._failure: KVStoreError | None = None
 
     def __repr__(self) -> str:
-        state = (
-            self._over
-            or f"{len(self._put)} of {len(self.parts)} parts put, {self._unacknowledged} messages open"
-        )
+        state = self._over or f"{len(self._put)} of {len(self.parts)} parts put, {self._unacknowledged} messages open"
         return f"<Write {self._id} [{self.num_new} of {len(self.outcomes)} blocks new; {state}]>"
 
     def __enter__(self) -> "Write":
@@ -92,9 +89,7 @@ class Write:
         """
         self._check_open()
         if part not in self.parts:
-            raise InvalidRequest(
-                f"put: expected one of this write's parts {self.parts[:8]}, got {part}; correct it"
-            )
+            raise InvalidRequest(f"put: expected one of this write's parts {self.parts[:8]}, got {part}; correct it")
         size_bytes = self._spec.part_bytes[part]
         source = as_rows(rows, num_rows=len(self.outcomes), row_bytes=size_bytes, where=f"put(part {part})")
         self._claim([part])
@@ -106,9 +101,7 @@ class Write:
         Raises: as `put` does.
         """
         self._check_open()
-        source = as_rows(
-            rows, num_rows=len(self.outcomes), row_bytes=self._spec.block_bytes, where="put_blocks"
-        )
+        source = as_rows(rows, num_rows=len(self.outcomes), row_bytes=self._spec.block_bytes, where="put_blocks")
         self._claim(self.parts)
         begins = [self._spec.part_range(part)[0] for part in self.parts]
         self._move(source, self.parts, begins, timeout_s)
@@ -169,9 +162,7 @@ class Write:
             self._give_up()
             raise
 
-    def _send_region(
-        self, region: Region, addresses: IntArray, parts: Sequence[int], begins: list[int]
-    ) -> None:
+    def _send_region(self, region: Region, addresses: IntArray, parts: Sequence[int], begins: list[int]) -> None:
         check_usable(region, self._session)
         rows = offsets_in(region, addresses)
         sizes = [self._spec.part_bytes[part] for part in parts]
@@ -183,9 +174,7 @@ class Write:
     def _send_staged(self, source: Rows, parts: Sequence[int], begins: list[int], deadline: float) -> None:
         staging = self._staging.of(self._session, deadline=deadline)
         sizes = [self._spec.part_bytes[part] for part in parts]
-        for blocks, columns in grids(
-            self.num_new, sizes, most_bytes=min(MESSAGE_BYTES, staging.size_bytes // 4)
-        ):
+        for blocks, columns in grids(self.num_new, sizes, most_bytes=min(MESSAGE_BYTES, staging.size_bytes // 4)):
             indices = self._new[blocks]
             widths = sizes[columns]
             row_bytes = sum(widths)
@@ -267,9 +256,7 @@ class Write:
         if self._failure is not None:
             raise self._failure
         if not self._session.alive:
-            raise StoreUnavailable(
-                f"write {self._id}: its session has ended; recompute, the client reconnects"
-            )
+            raise StoreUnavailable(f"write {self._id}: its session has ended; recompute, the client reconnects")
 
     def _claim(self, parts: Sequence[int]) -> None:
         again = [part for part in parts if part in self._put]

@@ -187,25 +187,28 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One datagram from the daemon: status code u32 (0: success), size u64 of what was handed out, message UTF-8."""
+    """One datagram from the daemon: `code` u32 (a status code; 0: success), `num_slots` u32, then UTF-8 text.
+
+    `num_slots` is that of the slab handed out; with the spec, it tells the slab's whole layout.
+    """
 
     code: int = 0
-    size_bytes: int = 0
+    num_slots: int = 0
     message: str = ""
 
-    _FORMAT = struct.Struct("<IQ")
+    _FORMAT = struct.Struct("<II")
     MAX_BYTES = 4096
 
     def encode(self) -> bytes:
-        return (self._FORMAT.pack(self.code, self.size_bytes) + self.message.encode())[: self.MAX_BYTES]
+        return (self._FORMAT.pack(self.code, self.num_slots) + self.message.encode())[: self.MAX_BYTES]
 
     @classmethod
     def decode(cls, data: bytes) -> "Reply":
         """Raises: StoreUnavailable, if the daemon closed the connection or sent something else."""
         if len(data) < cls._FORMAT.size:
             raise StoreUnavailable(f"shm socket: expected a reply, got {len(data)} bytes; reconnect")
-        code, size_bytes = cls._FORMAT.unpack_from(data)
-        return cls(code, size_bytes, data[cls._FORMAT.size :].decode(errors="replace"))
+        code, num_slots = cls._FORMAT.unpack_from(data)
+        return cls(code, num_slots, data[cls._FORMAT.size :].decode(errors="replace"))
 
 
 def _round_up(value: int, multiple: int) -> int:

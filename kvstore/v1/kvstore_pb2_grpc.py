@@ -175,7 +175,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Namespaces(self, request, context):
-        """The namespaces that hold blocks or have sessions. Errors: none of its own.
+        """The namespaces that hold blocks or have sessions now. Errors: none of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,7 +183,8 @@ class AdminServicer:
 
     def Clear(self, request, context):
         """Removes committed blocks that are neither leased nor pinned. Lifetimes: leased and pinned blocks stay.
-        Errors: NOT_FOUND (unknown namespace).
+        Errors: NOT_FOUND (unknown namespace). Where the daemon asks for tokens, Clear, Pin, Unpin, Drain and Watch need
+        one for all tenants in the metadata "authorization: Bearer TOKEN": UNAUTHENTICATED, PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

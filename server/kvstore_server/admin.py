@@ -2,15 +2,17 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 import grpc
 
-from kvstore.errors import BlockMissing, InvalidRequest
+from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError
 from kvstore.types import HASH_BYTES, BootId, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import spec_to_proto, unpack_hashes
+from kvstore_server.access import AUTHORIZATION, authorize
+from kvstore_server.config import Settings
 from kvstore_server.index import State
 from kvstore_server.service import StoreService, code_of
 from kvstore_server.store import Change, Space, Store
@@ -73,7 +75,9 @@ class AdminService:
         store: Store,
         service: StoreService,
         journal: Journal,
+        settings: Settings,
         *,
+        on_drain: Callable[[], Awaitable[None]],
         boot_id: BootId,
         addresses: list[str],
         version: str,
@@ -82,6 +86,8 @@ class AdminService:
         self._store = store
         self._service = service
         self._journal = journal
+        self._settings = settings
+        self._on_drain = on_drain
         self._boot_id = boot_id
         self._addresses = addresses
         self._version = version
@@ -131,6 +137,7 @@ class AdminService:
         )
 
     async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearReply:
+        await self._authorize(context)
         if request.namespace:
             spaces = [await self._space(request.namespace, context)]
         else:
@@ -148,13 +155,16 @@ class AdminService:
         return await self._set_pinned(request, context, pinned=False)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
+        await self._authorize(context)
         self._service.draining = True
+        await self._on_drain()  # health checks say NOT_SERVING from now on
         return pb.DrainReply()
 
     async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:
         return pb.MembersReply(members=[pb.Member(boot_id=self._boot_id, addresses=self._addresses)])
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Event]:
+        await self._authorize(context)
         queue = self._journal.watch()
         try:
             if request.snapshot:
@@ -184,12 +194,21 @@ class AdminService:
         return [*events, self._journal.end_of_snapshot(sequence)]
 
     async def _set_pinned(self, request: pb.PinRequest, context: Any, *, pinned: bool) -> pb.PinReply:
+        await self._authorize(context)
         space = await self._space(request.namespace, context)
         try:
             hashes = unpack_hashes(request.hashes)
         except InvalidRequest as error:
             await context.abort(code_of(error), str(error))
         return pb.PinReply(num_blocks=self._store.set_pinned(space, hashes, pinned))
+
+    async def _authorize(self, context: Any) -> None:
+        """Where tokens are asked for, what changes or reveals blocks needs one for all tenants."""
+        sent = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "").removeprefix("Bearer ")
+        try:
+            authorize(self._settings.tokens, sent, tenant=None)
+        except KVStoreError as error:
+            await context.abort(code_of(error), str(error))
 
     async def _space(self, namespace: bytes, context: Any) -> Space:
         space = self._store.spaces.get(Namespace(namespace))

@@ -78,11 +78,13 @@ def load(
     values: dict[str, object] = {}
     if file is not None:
         values |= _known(_read(file), where=str(file))
-    variables = {
+    variables: dict[str, Any] = {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for name, value in environment.items()
         if name.startswith(ENVIRONMENT_PREFIX)
     }
+    if "tokens" in variables:
+        variables["tokens"] = _tokens(variables["tokens"])
     values |= _known(variables, where="environment")
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     values |= {key: parse_size(value, name=key) for key, value in values.items() if key in SIZES}
@@ -111,12 +113,21 @@ def _read(file: Path) -> dict[str, Any]:
         raise InvalidRequest(f"{file}: expected a readable TOML file, got: {error}") from None
 
 
+def _tokens(text: str) -> dict[str, list[str]]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, list[str]])
+    except msgspec.DecodeError:
+        # The text is not repeated: it may hold secrets.
+        raise InvalidRequest('environment: tokens: expected JSON such as {"TOKEN": ["tenant"]}') from None
+
+
 def _known(values: Mapping[str, object], *, where: str) -> dict[str, object]:
     names = Settings.__struct_fields__
     for key in values:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
-            raise InvalidRequest(f"{where}: unknown key {key!r}; did you mean {near!r}?")
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            advice = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(names)}"
+            raise InvalidRequest(f"{where}: unknown key {key!r}; {advice}")
     return dict(values)
 
 

@@ -71,17 +71,19 @@ class Daemon:
             version=version,
             clock=time.monotonic,
         )
+        self._health = health.aio.HealthServicer()
         self._admin = AdminService(
             self.store,
             self.service,
             self._journal,
+            settings,
+            on_drain=self._health.enter_graceful_shutdown,
             boot_id=self.boot_id,
             addresses=self.addresses,
             version=version,
             clock=time.monotonic,
         )
         self._descriptors = DescriptorSocket(self._shm_path, self.tier, self.service.session_of)
-        self._health = health.aio.HealthServicer()
         self._stop_prefault = threading.Event()
         self._version = version
 
@@ -131,15 +133,16 @@ class Daemon:
 
     def _choose_shm_path(self) -> Path:
         if self.settings.unix_socket:
-            return Path(self.settings.unix_socket).with_suffix(".shm")
+            path = Path(self.settings.unix_socket)
+            return path.with_name(path.name + ".shm")
         return Path(self._private.name) / "kvstore.shm"
 
     def _listen(self) -> None:
         if self.settings.unix_socket:
             path = Path(self.settings.unix_socket)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for socket_file in (path, self._shm_path):
-                clear_stale_socket(socket_file)
+            clear_stale_socket(path, socket.SOCK_STREAM)
+            clear_stale_socket(self._shm_path, socket.SOCK_SEQPACKET)
             self._bind(f"unix:{path}")
             path.chmod(0o600)
         if self.settings.tcp_port:
@@ -188,13 +191,12 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def clear_stale_socket(path: Path) -> None:
+def clear_stale_socket(path: Path, kind: socket.SocketKind) -> None:
     """The socket file of a daemon that is gone is removed. Raises: StoreUnavailable, if one listens there."""
     if not path.exists():
         return
     if not path.is_socket():
         raise InvalidRequest(f"{path}: expected a socket or nothing, got another kind of file; choose another path")
-    kind = socket.SOCK_SEQPACKET if path.suffix == ".shm" else socket.SOCK_STREAM
     with socket.socket(socket.AF_UNIX, kind) as probe:
         probe.settimeout(1)
         try:

@@ -36,6 +36,7 @@ class DescriptorSocket:
     def start(self) -> None:
         """Connections are accepted from now on, on the running loop."""
         self._listener.bind(str(self.path))
+        self.path.chmod(0o600)
         self._listener.listen(128)
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
@@ -98,15 +99,21 @@ class DescriptorSocket:
             slab = SlabId(request.id)
             if not self._tier.belongs(slab, session.space.namespace):
                 raise BlockMissing(f"slab {slab}: expected one of this namespace; match again")
-            fd, size_bytes = self._tier.descriptor(slab, session.id)
-            sent.append(fd)
-            return Reply(size_bytes=size_bytes)
+            sent.append(self._tier.descriptor(slab, session.id))
+            return Reply(num_slots=session.space.layout.num_slots)
         if len(received) != 1:
             raise InvalidRequest(f"region {request.id}: expected one descriptor, got {len(received)}")
         session.check_region(request.id, request.size_bytes)
         check_region(received[0], size_bytes=request.size_bytes, owner_uid=_peer_uid(connection))
-        session.add_region(request.id, map_memfd(received[0], request.size_bytes, writable=False))
-        return Reply(size_bytes=request.size_bytes)
+        try:
+            memory = map_memfd(received[0], request.size_bytes, writable=False)
+        except OSError as error:
+            raise InvalidRequest(
+                f"region {request.id}: expected a memfd that can be mapped for reading, got: {error.strerror}; "
+                "open it for reading and writing"
+            ) from None
+        session.add_region(request.id, memory)
+        return Reply()
 
 
 def _peer_uid(connection: socket.socket) -> int:

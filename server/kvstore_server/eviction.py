@@ -14,7 +14,7 @@ from kvstore.types import IntArray
 BoolArray = npt.NDArray[np.bool_]
 
 # Victims found by one scan. A scan of a million rows takes some 10 ms, so it must serve many evictions.
-SCAN_VICTIMS = 8192
+SCAN_VICTIMS = 16_384
 
 
 class Ticks:
@@ -37,8 +37,8 @@ class Candidates(Protocol):
         """`[num_rows]`: committed, not leased, not pinned."""
         ...
 
-    def evictable(self, row: int) -> bool:
-        """Whether the row may go now: unheld, and no block that follows it is stored."""
+    def take(self, row: int) -> bool:
+        """The row is gone, if it may go now: unheld, and no block that follows it is stored; else False."""
         ...
 
 
@@ -57,8 +57,8 @@ class EvictionPolicy(Protocol):
         """These rows may be evictable now; before, they were not."""
         ...
 
-    def next_victim(self, candidates: Candidates) -> int | None:
-        """The row to evict next, or None if nothing can go. The caller evicts it before asking again."""
+    def victims(self, count: int, candidates: Candidates) -> list[int]:
+        """Up to `count` rows, in the order in which they were taken from the candidates."""
         ...
 
 
@@ -66,16 +66,17 @@ class LRU:
     """Least recently used first, and within one use from leaf to root.
 
     Each use stamps its chain in falling order, so a parent is always younger than its children and a chain is
-    evicted from its end. The oldest rows are found by a partial sort, many at a time, and handed out from a heap.
+    evicted from its end. The oldest rows are found by a partial sort, many at a time, and handed out one by one.
     The order is exact: a row used meanwhile has another stamp than its entry, which is then skipped, and a row
-    that becomes evictable later is added to the heap if its stamp is within what the scan covered.
+    that becomes evictable later is queued too, if its stamp is within what the scan covered.
     """
 
     def __init__(self, ticks: Ticks) -> None:
         self._ticks = ticks
         self._stamps: IntArray = np.zeros(0, np.int64)
-        self._heap: list[tuple[int, int]] = []  # (stamp, row)
-        self._scanned = 0  # every evictable row with a stamp up to this one is in the heap
+        self._queue: list[tuple[int, int]] = []  # (stamp, row), oldest last
+        self._late: list[tuple[int, int]] = []  # the same, for rows that became evictable later: a heap
+        self._scanned = 0  # every evictable row with a stamp up to this one is queued
 
     def resize(self, num_rows: int) -> None:
         self._stamps = np.concatenate([self._stamps, np.zeros(num_rows - len(self._stamps), np.int64)])
@@ -90,14 +91,16 @@ class LRU:
         covered = stamps <= self._scanned
         if covered.any():
             for stamp, row in zip(stamps[covered].tolist(), rows[covered].tolist(), strict=True):
-                heapq.heappush(self._heap, (stamp, row))
+                heapq.heappush(self._late, (stamp, row))
 
-    def next_victim(self, candidates: Candidates) -> int | None:
-        while self._heap or self._scan(candidates):
-            stamp, row = heapq.heappop(self._heap)
-            if stamp == self._stamps[row] and candidates.evictable(row):
-                return row
-        return None
+    def victims(self, count: int, candidates: Candidates) -> list[int]:
+        taken: list[int] = []
+        while len(taken) < count and (self._queue or self._late or self._scan(candidates)):
+            late_is_older = self._late and (not self._queue or self._late[0] < self._queue[-1])
+            stamp, row = heapq.heappop(self._late) if late_is_older else self._queue.pop()
+            if stamp == self._stamps[row] and candidates.take(row):
+                taken.append(row)
+        return taken
 
     def stamp(self, rows: IntArray) -> IntArray:
         """When these rows were last used, in ticks; larger is later."""
@@ -105,7 +108,7 @@ class LRU:
         return stamps
 
     def _scan(self, candidates: Candidates) -> bool:
-        """The oldest rows beyond those scanned before are in the heap; False if there are none."""
+        """The oldest rows beyond those scanned before are queued; False if there are none."""
         rows = np.flatnonzero(candidates.unheld() & (self._stamps > self._scanned))
         if not len(rows):
             # Nothing can go now. What becomes evictable later must be found, whatever its stamp.
@@ -114,7 +117,7 @@ class LRU:
         stamps = self._stamps[rows]
         count = min(len(rows), SCAN_VICTIMS)
         oldest = np.argpartition(stamps, count - 1)[:count]
-        oldest = oldest[np.argsort(stamps[oldest])]
-        self._heap = list(zip(stamps[oldest].tolist(), rows[oldest].tolist(), strict=True))
-        self._scanned = self._heap[-1][0]
+        oldest = oldest[np.argsort(-stamps[oldest])]
+        self._queue = list(zip(stamps[oldest].tolist(), rows[oldest].tolist(), strict=True))
+        self._scanned = self._queue[0][0]
         return True

@@ -52,6 +52,10 @@ class Index:
         counts = {state.name.lower(): int((self._state == state).sum()) for state in (State.COMMITTED, State.WRITING)}
         return f"<Index [{counts['committed']} committed, {counts['writing']} writing, {self.num_leased} leased]>"
 
+    def __len__(self) -> int:
+        """Rows in use."""
+        return len(self._rows)
+
     # Questions.
 
     def find(self, hashes: Sequence[BlockHash]) -> IntArray:
@@ -116,13 +120,19 @@ class Index:
         unheld: BoolArray = (self._state == State.COMMITTED) & (self._leases == 0) & ~self._pinned
         return unheld
 
-    def evictable(self, row: int) -> bool:
-        return bool(
-            self._state[row] == State.COMMITTED
-            and self._leases[row] == 0
-            and not self._pinned[row]
-            and self._children[row] == 0
-        )
+    def take(self, row: int) -> bool:
+        if (
+            self._state_at[row] != State.COMMITTED
+            or self._leases_at[row]
+            or self._pinned_at[row]
+            or self._children_at[row]
+        ):
+            return False
+        self._state_at[row] = State.HOLE
+        parent = self._parent_at[row]
+        if parent != NONE:
+            self._children_at[parent] -= 1
+        return True
 
     # Changes.
 
@@ -137,7 +147,7 @@ class Index:
             if parent != NONE:
                 self._children[parent] += 1
         assert self._state[row] == State.HOLE, f"{self.hash_of(row).hex()} is {self.state(row).name}"
-        self._state[row] = State.WRITING
+        self._state_at[row] = State.WRITING
         self._slot[row] = slot
         self._generation[row] = generation
         return row
@@ -187,30 +197,48 @@ class Index:
             row = int(self._parent[row])
         self._policy.touch(np.concatenate([np.array(before[::-1], np.int64), rows]))
 
-    def victim(self) -> int | None:
-        """The row that the policy would evict next, or None if nothing can go; drop it before asking again."""
-        return self._policy.next_victim(self)
+    def evict(self, count: int) -> tuple[list[BlockHash], list[int]]:
+        """Up to `count` blocks that nothing holds are gone, as the policy orders; their hashes and slots."""
+        rows = self._policy.victims(count, self)
+        hashes = [self.hash_of(row) for row in rows]
+        slots: list[int] = self._slot[rows].tolist()
+        for row, block_hash in zip(rows, hashes, strict=True):
+            del self._rows[block_hash]
+            self._hashes[row] = None
+        self._unused.extend(rows)
+        parents = np.unique(self._parent[rows])
+        for parent in parents[parents != NONE].tolist():
+            if self._hashes[parent] is not None and not self._children_at[parent]:
+                self._childless(parent)
+        return hashes, slots
 
     # Inside.
 
     def _forget_if_unused(self, row: int) -> None:
         """A hole that nothing holds is gone, and so are the holes before it that it alone held."""
-        while (
-            row != NONE
-            and self._state[row] == State.HOLE
-            and not self._leases[row]
-            and not self._children[row]
-            and not self._pinned[row]
-            and self._hashes[row] is not None
+        if (
+            self._state_at[row] != State.HOLE
+            or self._leases_at[row]
+            or self._children_at[row]
+            or self._pinned_at[row]
+            or self._hashes[row] is None
         ):
-            del self._rows[self.hash_of(row)]
-            self._hashes[row] = None
-            self._unused.append(row)
-            row = int(self._parent[row])
-            if row != NONE:
-                self._children[row] -= 1
-                if not self._children[row]:
-                    self._policy.became_unheld(np.array([row]))
+            return
+        del self._rows[self.hash_of(row)]
+        self._hashes[row] = None
+        self._unused.append(row)
+        parent = self._parent_at[row]
+        if parent != NONE:
+            self._children_at[parent] -= 1
+            if not self._children_at[parent]:
+                self._childless(parent)
+
+    def _childless(self, row: int) -> None:
+        """The row has lost its last child: it may be evicted now, or forgotten."""
+        if self._state_at[row] == State.HOLE:
+            self._forget_if_unused(row)
+        else:
+            self._policy.became_unheld(np.array([row]))
 
     def _new_row(self) -> int:
         if not self._unused:
@@ -223,6 +251,12 @@ class Index:
         for name in ("_state", "_pinned", "_leases", "_children", "_parent", "_slot", "_generation"):
             column: AnyArray = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
+        # One value through a memoryview costs half of one through the array.
+        self._state_at = self._state.data
+        self._pinned_at = self._pinned.data
+        self._leases_at = self._leases.data
+        self._children_at = self._children.data
+        self._parent_at = self._parent.data
         self._hashes.extend(repeat(None, more))
         self._unused.extend(range(num_rows - 1, old - 1, -1))
         self._policy.resize(num_rows)

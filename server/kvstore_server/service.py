@@ -19,8 +19,6 @@ from kvstore.errors import (
     BlockMissing,
     InvalidRequest,
     KVStoreError,
-    NotAllowed,
-    NotAuthenticated,
     SpecMismatch,
     StoreBug,
     StoreFull,
@@ -43,6 +41,7 @@ from kvstore.wire import (
     unpack_u32,
     unpack_u64,
 )
+from kvstore_server.access import authorize
 from kvstore_server.config import Settings
 from kvstore_server.index import State
 from kvstore_server.mover import Mover
@@ -55,10 +54,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_NAME_BYTES: Final = 256
-MAX_TOKEN_BYTES: Final = 1024
 MAX_COPIES_IN_FLIGHT: Final = 16  # StoreParts of one session; more wait in the stream
 SILENT_HEARTBEATS: Final = 3
 CAPABILITIES: Final = ("follow", "verify")
+CHECKSUMS: Final = "checksums"
 
 
 class Connection:
@@ -206,6 +205,9 @@ class StoreService:
         self.connections.pop(connection.session.id, None)
         await connection.stop()
         connection.session.end()
+        space = connection.session.space
+        if not any(other.session.space is space for other in self.connections.values()):
+            self._store.close_space_if_empty(space)
 
     async def _hello(self, requests: AsyncIterator[pb.ClientMessage], context: "Context") -> Connection:
         try:
@@ -223,7 +225,7 @@ class StoreService:
         if len(hello.client_name.encode()) > MAX_NAME_BYTES:
             raise InvalidRequest(f"client_name: expected at most {MAX_NAME_BYTES} bytes; shorten it")
         spec = spec_from_proto(hello.spec)
-        self._authorize(hello.token, spec.tenant)
+        authorize(self._settings.tokens, hello.token, tenant=spec.tenant)
         self._check_expected(spec, hello.expected_namespace)
         if self.draining:
             raise StoreUnavailable("the store is draining and takes no new sessions; use another, or wait")
@@ -260,21 +262,9 @@ class StoreService:
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 max_region_bytes=self._settings.max_region_bytes,
             ),
-            capabilities=CAPABILITIES,
+            capabilities=[*CAPABILITIES, *([CHECKSUMS] if self._settings.checksums else [])],
             server_version=self._version,
         )
-
-    def _authorize(self, token: str, tenant: str) -> None:
-        if not self._settings.tokens:
-            return
-        if len(token.encode()) > MAX_TOKEN_BYTES:
-            raise NotAuthenticated(f"token: expected at most {MAX_TOKEN_BYTES} bytes")
-        for known, tenants in self._settings.tokens.items():
-            if secrets.compare_digest(known.encode(), token.encode()):
-                if tenant in tenants or "*" in tenants:
-                    return
-                raise NotAllowed(f"tenant: this token may use {tenants}, got {tenant!r}; ask the operator")
-        raise NotAuthenticated("token: expected one that the daemon knows; ask the operator")
 
     def _check_expected(self, spec: KVSpec, expected: bytes) -> None:
         if not expected or expected == spec.namespace:

@@ -84,9 +84,13 @@ class Session:
             raise InvalidRequest("lease: expected a name, got none; a load needs something to hold its blocks")
         follower = Follow(request_id, self._wake) if follow else None
         loaded = self._store.load(self.space, hashes, follower)
-        self._hold(lease, loaded.rows)
         if follower is not None and loaded.writing:
             self.follows[request_id] = (lease, follower)
+        try:
+            self._hold(lease, loaded.rows)
+        except StoreFull:
+            self.release(lease)
+            raise
         return loaded
 
     def release(self, lease: str) -> int:

@@ -164,6 +164,16 @@ class Store:
                 self._take_over_slab(space)
         return space
 
+    def close_space_if_empty(self, space: Space) -> None:
+        """A namespace without blocks, which no session uses, is forgotten, and its slabs are given up."""
+        if len(space.index) or any(
+            self.tier.arena.num_used(slab) for slab in self.tier.arena.slabs_of(space.namespace)
+        ):
+            return
+        for slab in self.tier.arena.slabs_of(space.namespace):
+            self._on_slab_closed(slab, self.tier.close_slab(slab))
+        del self.spaces[space.namespace]
+
     # Reading.
 
     def match(self, space: Space, hashes: Sequence[BlockHash]) -> tuple[IntArray, int]:
@@ -280,9 +290,11 @@ class Store:
             )
         wanted = mask_of(self._checked_parts(write, parts))
         sizes = [size for _, size in (write.space.part_ranges[part] for part in parts.tolist())]
-        ends = offsets.reshape(len(blocks), len(parts)) + np.array(sizes, np.int64)
-        if ends.max() > region.size:
-            raise InvalidRequest(f"offsets: expected parts within the region of {region.size} bytes, got {ends.max()}")
+        # Compared so that no sum can overflow: an offset may be anything below 2**63.
+        if (offsets.reshape(len(blocks), len(parts)) > region.size - np.array(sizes, np.int64)).any():
+            raise InvalidRequest(
+                f"offsets: expected parts within the region of {region.size} bytes, got offsets up to {offsets.max()}"
+            )
         taken: list[Pending | None] = []
         for block in blocks.tolist():
             pending = write.pending.get(block)
@@ -403,14 +415,9 @@ class Store:
             slots += arena.allocate(space.namespace, count - len(slots))
         while len(slots) < count and self._take_over_slab(space):
             slots += arena.allocate(space.namespace, count - len(slots))
-        evicted: list[BlockHash] = []
-        while len(slots) < count:
-            row = space.index.victim()
-            if row is None:
-                break
-            evicted.append(space.index.hash_of(row))
-            self._drop(space, row)
-            slots += arena.allocate(space.namespace, 1)
+        evicted, freed = space.index.evict(count - len(slots))
+        self._free(space, freed)
+        slots += arena.allocate(space.namespace, len(freed))
         self.counters.blocks_evicted += len(evicted)
         self._removed(space, evicted)
         return slots
@@ -489,9 +496,12 @@ class Store:
             self._removed(space, [block_hash])
 
     def _drop(self, space: Space, row: int) -> None:
-        slot = space.index.drop(row)
-        self.tier.retract(slot, used_bytes=space.spec.block_bytes)
-        self.tier.arena.free([slot])
+        self._free(space, [space.index.drop(row)])
+
+    def _free(self, space: Space, slots: list[int]) -> None:
+        for slot in slots:
+            self.tier.retract(slot, used_bytes=space.spec.block_bytes)
+        self.tier.arena.free(slots)
 
     def _removed(self, space: Space, hashes: list[BlockHash]) -> None:
         if hashes:

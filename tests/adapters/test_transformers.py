@@ -114,18 +114,12 @@ def test_cache_of_a_warm_prefill_decodes_like_a_cold_one(prefixes: PrefixCache, 
     with torch.no_grad():
         for _ in range(8):
             told.append(token.item())
-            token = (
-                model(token, past_key_values=warm.cache, use_cache=True)
-                .logits[:, -1]
-                .argmax(-1, keepdim=True)
-            )
+            token = model(token, past_key_values=warm.cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert told == expected[0, 50:].tolist()
 
 
-def test_zeroed_keys_change_the_logits(
-    prefixes: PrefixCache, client: KVClient, spec: KVSpec, model: Any
-) -> None:
+def test_zeroed_keys_change_the_logits(prefixes: PrefixCache, client: KVClient, spec: KVSpec, model: Any) -> None:
     """The control: what is loaded is what the model attends to."""
     ids = prompt(100)
     cache = transformers.DynamicCache(config=model.config)
@@ -173,9 +167,7 @@ def test_prompt_with_another_end_shares_the_blocks_before_it(prefixes: PrefixCac
 
 
 @pytest.mark.parametrize("num_local", [16, 21])
-def test_local_tokens_are_never_taken_from_the_store(
-    prefixes: PrefixCache, model: Any, num_local: int
-) -> None:
+def test_local_tokens_are_never_taken_from_the_store(prefixes: PrefixCache, model: Any, num_local: int) -> None:
     """The local tokens are marked; the marks are still there, also where a block begins within them."""
     ids = prompt(60)
     prefixes.prefill(ids).saving.result(WAIT_S)
@@ -313,9 +305,7 @@ def test_daemon_that_goes_during_a_save_costs_the_save_only(
     assert_same(again, reference(model, ids))
     assert again.saving.result(WAIT_S) == 0
     assert (prefixes.num_failed_loads, prefixes.num_failed_saves) == (1, 2)
-    warnings = [
-        record for record in caplog.records if record.levelname == "WARNING" and "save" in record.message
-    ]
+    warnings = [record for record in caplog.records if record.levelname == "WARNING" and "save" in record.message]
     assert len(warnings) == 1
 
 

@@ -15,7 +15,7 @@ from kvstore_client import ClientOptions, KVClient
 def check_idle(daemon: DaemonProcess) -> None:
     """Its clients are gone, so nothing of theirs is left, and it has found no bug in itself."""
     eventually(daemon.is_idle, "sessions, leases and writes are gone with the clients")
-    log = daemon.log.read_text()
+    log = daemon.new_log()
     assert "this is a bug" not in log, log
     assert "Traceback" not in log, log
 

@@ -55,7 +55,7 @@ class DaemonProcess:
     def __init__(self, folder: Path, **flags: object) -> None:
         self.folder = folder
         self.socket_path = folder / "kvstore.sock"
-        self.shm_path = folder / "kvstore.shm"
+        self.shm_path = folder / "kvstore.sock.shm"
         self.address = f"unix:{self.socket_path}"
         self.log = folder / "daemon.log"
         self._flags: dict[str, object] = {
@@ -67,6 +67,7 @@ class DaemonProcess:
         }
         self._flags |= flags
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_read = 0
         self._channel = grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)
         self.admin = AdminStub(self._channel)
         self.channel = self._channel
@@ -118,6 +119,12 @@ class DaemonProcess:
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(DEADLINE_S)
+
+    def new_log(self) -> str:
+        """What was logged since this was asked last."""
+        text = self.log.read_text()[self._log_read :]
+        self._log_read += len(text)
+        return text
 
     def is_idle(self) -> bool:
         """Nobody is there and nobody's things are left."""

@@ -79,9 +79,7 @@ def test_blocks_that_a_killed_writer_had_completed_stay(
     assert (loaded(client, HASHES) == DATA).all()
 
 
-def test_leases_of_a_killed_reader_are_given_back(
-    daemon: DaemonProcess, connect: Connect, child: MakeChild
-) -> None:
+def test_leases_of_a_killed_reader_are_given_back(daemon: DaemonProcess, connect: Connect, child: MakeChild) -> None:
     """Covers: C1, C3, C9."""
     client = connect(daemon, KV)
     store(client, HASHES)

@@ -90,9 +90,7 @@ def test_views_of_a_dead_daemon_are_not_those_of_the_next(daemon: DaemonProcess,
     assert (old == DATA[0][:8192]).all(), "the memory of a view stays as long as the view"
 
 
-def test_a_client_made_before_its_daemon_connects_when_it_starts(
-    daemon: DaemonProcess, connect: Connect
-) -> None:
+def test_a_client_made_before_its_daemon_connects_when_it_starts(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: D12."""
     daemon.kill()
     client = connect(daemon, KV, ready=False)
@@ -105,9 +103,7 @@ def test_a_client_made_before_its_daemon_connects_when_it_starts(
     assert client.match(HASHES).num_blocks == 0
 
 
-def test_sigterm_ends_the_daemon_with_code_zero_and_no_files_left(
-    daemon: DaemonProcess, connect: Connect
-) -> None:
+def test_sigterm_ends_the_daemon_with_code_zero_and_no_files_left(daemon: DaemonProcess, connect: Connect) -> None:
     client = connect(daemon, KV)
     with client.store(HASHES) as write:
         write.put_blocks(DATA)
@@ -195,9 +191,7 @@ def test_a_daemon_that_stops_answering_is_noticed(make_daemon: MakeDaemon, conne
     assert client.match(HASHES).num_blocks == 0
 
 
-def test_an_open_breaker_answers_at_once_and_closes_with_the_next_session(
-    make_daemon: MakeDaemon, stack
-) -> None:
+def test_an_open_breaker_answers_at_once_and_closes_with_the_next_session(make_daemon: MakeDaemon, stack) -> None:
     """Covers: B1, F2."""
     daemon = make_daemon(heartbeat_s=0.3)
     options = ClientOptions(timeout_s=DEADLINE_S, breaker_failures=1, breaker_cooldown_s=30)

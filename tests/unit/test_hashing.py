@@ -17,9 +17,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.hashing import ExtraKey, block_hash, chain, pack, root_hash, unpack
 from kvstore.types import BlockHash, Namespace
 
-VECTORS = json.loads(
-    (Path(__file__).parents[2] / "docs" / "spec" / "vectors.json").read_text(encoding="utf-8")
-)
+VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "spec" / "vectors.json").read_text(encoding="utf-8"))
 NAMESPACE = Namespace(bytes(range(32)))
 OTHER_NAMESPACE = Namespace(bytes(range(1, 33)))
 CAT = ExtraKey("image", b"cat." * 8)
@@ -34,9 +32,7 @@ token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 @pytest.mark.parametrize("vector", VECTORS["chains"], ids=lambda vector: vector["name"])
 def test_chain_gives_the_hashes_of_the_test_vectors(vector: dict[str, Any]) -> None:
     """Covers: A7, A9, G1."""
-    namespace = next(
-        Namespace(bytes.fromhex(s["namespace"])) for s in VECTORS["specs"] if s["name"] == vector["spec"]
-    )
+    namespace = next(Namespace(bytes.fromhex(s["namespace"])) for s in VECTORS["specs"] if s["name"] == vector["spec"])
     extra_keys = {
         int(index): [ExtraKey(key["kind"], bytes.fromhex(key["digest"])) for key in keys]
         for index, keys in vector["extra_keys"].items()
@@ -71,9 +67,7 @@ def test_hashes_are_equal_in_processes_with_different_hash_seeds() -> None:
 
 
 @given(token_lists, token_lists, st.integers(1, 8))
-def test_chain_of_a_prefix_is_a_prefix_of_the_chain(
-    prefix: list[int], rest: list[int], block_tokens: int
-) -> None:
+def test_chain_of_a_prefix_is_a_prefix_of_the_chain(prefix: list[int], rest: list[int], block_tokens: int) -> None:
     short = chain(NAMESPACE, prefix, block_tokens=block_tokens)
     long = chain(NAMESPACE, prefix + rest, block_tokens=block_tokens)
     assert len(short) == len(prefix) // block_tokens
@@ -82,9 +76,7 @@ def test_chain_of_a_prefix_is_a_prefix_of_the_chain(
 
 
 @given(token_lists, token_lists, st.integers(1, 4))
-def test_chains_agree_exactly_as_far_as_the_tokens_do(
-    one: list[int], other: list[int], block_tokens: int
-) -> None:
+def test_chains_agree_exactly_as_far_as_the_tokens_do(one: list[int], other: list[int], block_tokens: int) -> None:
     pairs = zip(
         chain(NAMESPACE, one, block_tokens=block_tokens),
         chain(NAMESPACE, other, block_tokens=block_tokens),
@@ -96,9 +88,7 @@ def test_chains_agree_exactly_as_far_as_the_tokens_do(
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.integers(1, 8), st.data())
-def test_chain_is_block_hash_repeated_from_the_root(
-    ids: list[int], block_tokens: int, data: st.DataObject
-) -> None:
+def test_chain_is_block_hash_repeated_from_the_root(ids: list[int], block_tokens: int, data: st.DataObject) -> None:
     num_begun = -(-len(ids) // block_tokens)
     some_keys = st.lists(st.sampled_from([CAT, DOG]), max_size=2)
     extra_keys = data.draw(st.dictionaries(st.integers(0, num_begun - 1), some_keys))
@@ -145,9 +135,7 @@ def test_two_images_under_the_same_text_share_no_block_from_the_image_on() -> No
 
 def test_image_hash_of_16_bits_is_refused() -> None:
     """Covers: A7."""
-    with pytest.raises(
-        InvalidRequest, match="extra key 'image': expected a digest of 16 to 64 bytes, got 2; "
-    ):
+    with pytest.raises(InvalidRequest, match="extra key 'image': expected a digest of 16 to 64 bytes, got 2; "):
         ExtraKey("image", b"\x12\x34")
 
 
@@ -188,9 +176,7 @@ def test_order_kind_and_number_of_extra_keys_count() -> None:
 
 def test_extra_keys_of_a_block_that_is_not_full_are_not_used_yet() -> None:
     ids = list(range(6))
-    assert chain(NAMESPACE, ids, block_tokens=4, extra_keys={1: [CAT]}) == chain(
-        NAMESPACE, ids, block_tokens=4
-    )
+    assert chain(NAMESPACE, ids, block_tokens=4, extra_keys={1: [CAT]}) == chain(NAMESPACE, ids, block_tokens=4)
 
 
 @pytest.mark.parametrize(("num_tokens", "index"), [(8, 2), (6, 2), (8, -1), (0, 0)])
@@ -254,18 +240,14 @@ def test_token_id_that_is_no_u32_is_refused_by_index_and_value(ids: Any, message
 
 
 def test_arguments_of_the_wrong_size_are_refused() -> None:
-    with pytest.raises(
-        InvalidRequest, match="namespace: expected 32 bytes, got 64; pass the digest, not its hex"
-    ):
+    with pytest.raises(InvalidRequest, match="namespace: expected 32 bytes, got 64; pass the digest, not its hex"):
         root_hash(Namespace(b"0" * 64))
     with pytest.raises(InvalidRequest, match="parent: expected 32 bytes, got 0; "):
         block_hash(BlockHash(b""), [1])
     with pytest.raises(InvalidRequest, match="token_ids: expected the tokens of one full block, got none; "):
         block_hash(root_hash(NAMESPACE), [])
     for block_tokens in (0, -1, 2**32, True):
-        with pytest.raises(
-            InvalidRequest, match=f"block_tokens: expected an int from 1 .*, got {block_tokens}; "
-        ):
+        with pytest.raises(InvalidRequest, match=f"block_tokens: expected an int from 1 .*, got {block_tokens}; "):
             chain(NAMESPACE, [1], block_tokens=block_tokens)
 
 

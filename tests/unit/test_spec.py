@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest
 from kvstore.spec import HASH_SCHEMES, FieldDifference, KVSpec, canonical_bytes
 
-VECTORS = json.loads(
-    (Path(__file__).parents[2] / "docs" / "spec" / "vectors.json").read_text(encoding="utf-8")
-)
+VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "spec" / "vectors.json").read_text(encoding="utf-8"))
 
 BASE: dict[str, Any] = {
     "model": "llama",
@@ -197,9 +195,7 @@ def test_parts_cover_the_block_and_each_belongs_to_one_rank(one: KVSpec) -> None
         assert (offset, size) == (end, one.part_bytes[part])
         end += size
     assert end == one.block_bytes
-    assert sorted(part for rank in range(one.ranks) for part in one.rank_parts(rank)) == [
-        *range(one.num_parts)
-    ]
+    assert sorted(part for rank in range(one.ranks) for part in one.rank_parts(rank)) == [*range(one.num_parts)]
     for rank in range(one.ranks):
         indices = [one.part_index(layer=layer, rank=rank) for layer in range(one.layers)]
         assert indices == list(one.rank_parts(rank))
@@ -309,9 +305,7 @@ def test_values_at_the_bounds_are_accepted() -> None:
         ("kvstore.sha256.v2", "unknown"),
     ],
 )
-def test_hash_scheme_that_differs_between_processes_is_refused_with_the_reason(
-    scheme: str, reason: str
-) -> None:
+def test_hash_scheme_that_differs_between_processes_is_refused_with_the_reason(scheme: str, reason: str) -> None:
     """Covers: G1."""
     with pytest.raises(InvalidRequest) as caught:
         spec(hash_scheme=scheme)

@@ -50,6 +50,7 @@ class CpuTier:
         self._readers: dict[SlabId, set[SessionId]] = {}
         self._spares: list[tuple[int, ByteArray]] = []
         self._spares_lock = threading.Lock()
+        self._coming_bytes = 0  # of spares being made
         self._used_bytes = 0
 
     def layout(self, spec: KVSpec) -> SlabLayout:
@@ -70,7 +71,7 @@ class CpuTier:
             size_bytes = layout.size_bytes
             if not self.arena.fits(size_bytes):
                 return False
-        fd, memory = self._take_spare(size_bytes) or create_memfd("kvstore-slab", size_bytes)
+        fd, memory = self._take_spare(size_bytes) or self._create(size_bytes)
         seal_slab(fd)
         self._page_lock.lock(memory)
         slab = self.arena.open(spec.namespace, num_slots=layout.num_slots, size_bytes=size_bytes)
@@ -114,14 +115,13 @@ class CpuTier:
         """Whether there is such a slab, and it holds blocks of this namespace."""
         return slab in self._slabs and slab in self.arena.slabs_of(namespace)
 
-    def descriptor(self, slab: SlabId, session: SessionId) -> tuple[int, int]:
-        """A read-only descriptor, the caller's to close, and the slab's bytes.
+    def descriptor(self, slab: SlabId, session: SessionId) -> int:
+        """A read-only descriptor of the slab, the caller's to close.
 
         From now on the session counts as a reader, until it says that it has unmapped the slab, or ends.
         """
         self._readers[slab].add(session)
-        opened = self._slabs[slab]
-        return os.open(f"/proc/self/fd/{opened.fd}", os.O_RDONLY | os.O_CLOEXEC), opened.memory.size
+        return os.open(f"/proc/self/fd/{self._slabs[slab].fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def unmapped(self, slab: SlabId, session: SessionId) -> None:
         """The session has the slab mapped no more; unknown slabs are ignored."""
@@ -137,13 +137,16 @@ class CpuTier:
     def add_spare(self) -> bool:
         """One more slab's memory is there, with all its pages; False when the capacity is reached. Any thread."""
         with self._spares_lock:
-            planned = self.arena.used_bytes + len(self._spares) * self.slab_bytes
-        if planned + self.slab_bytes > self.arena.capacity_bytes:
-            return False
+            if self._taken_bytes + self.slab_bytes > self.arena.capacity_bytes:
+                return False
+            self._coming_bytes += self.slab_bytes
         fd, memory = create_memfd("kvstore-slab", self.slab_bytes)
         populate(memory)
         with self._spares_lock:
+            self._coming_bytes -= self.slab_bytes
             self._spares.append((fd, memory))
+            while self._taken_bytes > self.arena.capacity_bytes:  # a slab was opened meanwhile
+                os.close(self._spares.pop()[0])
         return True
 
     def statistics(self) -> TierStatistics:
@@ -165,6 +168,17 @@ class CpuTier:
             os.close(fd)
         self._slabs.clear()
         self._spares.clear()
+
+    @property
+    def _taken_bytes(self) -> int:
+        return self.arena.used_bytes + len(self._spares) * self.slab_bytes + self._coming_bytes
+
+    def _create(self, size_bytes: int) -> tuple[int, ByteArray]:
+        """Memory of this size, within the capacity: spares of another size are given up for it."""
+        with self._spares_lock:
+            while self._spares and self._taken_bytes + size_bytes > self.arena.capacity_bytes:
+                os.close(self._spares.pop()[0])
+            return create_memfd("kvstore-slab", size_bytes)
 
     def _take_spare(self, size_bytes: int) -> tuple[int, ByteArray] | None:
         with self._spares_lock:

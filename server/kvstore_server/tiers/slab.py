@@ -100,7 +100,7 @@ class SlabArena:
             slab = self._slabs[slab_of(slot)]
             assert slab.num_used > 0, "a slot was freed twice"
             slab.num_used -= 1
-            self._free[slab.namespace].append(slot)
+            self._free.setdefault(slab.namespace, []).append(slot)
 
     def num_used(self, slab: SlabId) -> int:
         """Slots of the slab that are in use."""
@@ -110,7 +110,9 @@ class SlabArena:
         """The slab, whose slots are all free, gives out no more; its bytes count until `forget`."""
         closed = self._slabs.pop(slab)
         assert closed.num_used == 0, "a slab with blocks in it was closed"
-        self._free[closed.namespace] = [slot for slot in self._free[closed.namespace] if slab_of(slot) != slab]
+        free = [slot for slot in self._free.pop(closed.namespace) if slab_of(slot) != slab]
+        if free:
+            self._free[closed.namespace] = free
         self._lingering[slab] = closed.size_bytes
 
     def forget(self, slab: SlabId) -> None:
@@ -122,7 +124,7 @@ class SlabArena:
         free = [slot for slots in self._free.values() for slot in slots]
         assert len(free) == len(set(free)), "a slot is free twice"
         for number, slab in self._slabs.items():
-            mine = [slot for slot in self._free[slab.namespace] if slab_of(slot) == number]
+            mine = [slot for slot in self._free.get(slab.namespace, ()) if slab_of(slot) == number]
             assert len(mine) == slab.num_slots - slab.num_used, "used slots are miscounted"
             assert all(place_of(slot) < slab.num_slots for slot in mine)
         assert len(free) == sum(slab.num_slots - slab.num_used for slab in self._slabs.values())

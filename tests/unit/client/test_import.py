@@ -7,9 +7,7 @@ import sys
 
 def modules_after(statement: str) -> list[str]:
     code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     names: list[str] = json.loads(done.stdout)
     return names
 

@@ -70,9 +70,7 @@ class Shelf:
             header["generation"], header["hash"] = block + 1, HASHES[block]
             LAYOUT.slots(memory)[slot, : KV.block_bytes] = BYTES[block]
             for part in range(2):
-                header["checksums"][part] = xxhash.xxh3_64_intdigest(
-                    BYTES[block, part * 64 : part * 64 + 64].data
-                )
+                header["checksums"][part] = xxhash.xxh3_64_intdigest(BYTES[block, part * 64 : part * 64 + 64].data)
 
     def header(self, block: int) -> Any:
         return LAYOUT.headers(self.memory[int(self.slabs[block]) - 1])[int(SLOTS[block])]
@@ -172,9 +170,7 @@ def test_a_slot_that_holds_something_else_by_now_is_a_miss(shelf: Shelf, field: 
     assert shelf.counters.snapshot(cast(Any, None)).generation_misses >= 1
 
 
-def test_a_slot_that_changes_while_it_is_copied_is_a_miss(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_that_changes_while_it_is_copied_is_a_miss(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers: A13, A16."""
     copy = Source._copy_rows
 

@@ -30,19 +30,13 @@ def test_counts_agree_with_sets_of_pairs(steps: list[tuple[int, int] | int]) -> 
             progress.put(step[0], np.array([step[1]]))
             if step[1] not in failed:
                 in_place.add(step)
-        waiting = [
-            pair
-            for pair in product(PARTS, range(NUM_BLOCKS))
-            if pair not in in_place and pair[1] not in failed
-        ]
+        waiting = [pair for pair in product(PARTS, range(NUM_BLOCKS)) if pair not in in_place and pair[1] not in failed]
         assert progress.left == len(waiting)
         assert set(progress.errors) == failed
         for part in PARTS:
             assert progress.part_missing(part) == sum(pair[0] == part for pair in waiting)
         loaded = 0
-        while (
-            loaded < NUM_BLOCKS and loaded not in failed and all((part, loaded) in in_place for part in PARTS)
-        ):
+        while loaded < NUM_BLOCKS and loaded not in failed and all((part, loaded) in in_place for part in PARTS):
             loaded += 1
         assert progress.num_loaded() == loaded
 

@@ -49,9 +49,7 @@ class ScriptedDaemon(StoreServicer):
         self.server.add_insecure_port(address)
         self.server.start()
 
-    def Session(
-        self, request_iterator: Iterator[pb.ClientMessage], context: Any
-    ) -> Iterator[pb.ServerMessage]:
+    def Session(self, request_iterator: Iterator[pb.ClientMessage], context: Any) -> Iterator[pb.ServerMessage]:
         if self.refusal is not None:
             context.abort(*self.refusal)
         outgoing: SimpleQueue[pb.ServerMessage | None] = SimpleQueue()
@@ -181,9 +179,7 @@ def test_a_reservation_that_comes_too_late_is_aborted(daemon: ScriptedDaemon, cl
     assert daemon.next("abort").abort.write_id == 7
 
 
-def test_a_stream_that_ends_fails_the_calls_that_wait_at_once(
-    daemon: ScriptedDaemon, client: KVClient
-) -> None:
+def test_a_stream_that_ends_fails_the_calls_that_wait_at_once(daemon: ScriptedDaemon, client: KVClient) -> None:
     """Covers: A15, B1."""
     daemon.script = silent
     threading.Timer(0.1, daemon.cut).start()
@@ -252,9 +248,7 @@ def test_an_idle_client_is_heard_of_within_each_heartbeat(daemon: ScriptedDaemon
             daemon.next("ping")
 
 
-def test_a_daemon_that_is_silent_for_three_heartbeats_is_given_up(
-    daemon: ScriptedDaemon, address: str
-) -> None:
+def test_a_daemon_that_is_silent_for_three_heartbeats_is_given_up(daemon: ScriptedDaemon, address: str) -> None:
     """Covers: A15, A22."""
     daemon.heartbeat_ms = 40
     daemon.script = silent
@@ -266,9 +260,7 @@ def test_a_daemon_that_is_silent_for_three_heartbeats_is_given_up(
         assert "silent" in str(session.why_ended())
 
 
-def test_slabs_without_shared_memory_are_refused_with_what_to_do(
-    daemon: ScriptedDaemon, client: KVClient
-) -> None:
+def test_slabs_without_shared_memory_are_refused_with_what_to_do(daemon: ScriptedDaemon, client: KVClient) -> None:
     """Covers: G3, C3."""
     located = pb.Located(slabs=pack_u32([1, 1]), slots=pack_u32([0, 1]), generations=pack_u64([5, 6]))
     daemon.script = lambda message: [pb.ServerMessage(located=located)]

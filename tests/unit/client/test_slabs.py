@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from builders import spec
 
-from kvstore.errors import StoreBug, StoreUnavailable
+from kvstore.errors import StoreUnavailable
 from kvstore.transport.shm import SlabLayout, create_memfd
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client.session import Session
-from kvstore_client.slabs import Slab, Slabs, layout_of
+from kvstore_client.slabs import Slab, Slabs
 
 KV = spec(layers=2, bytes_per_part=2048)
 LAYOUT = SlabLayout.of(num_slots=4, num_parts=2, block_bytes=KV.block_bytes)
@@ -103,27 +103,3 @@ def test_a_slot_holds_a_block_only_while_generation_and_hash_agree() -> None:
     headers["generation"][0] = 20
     headers["hash"][2] = bytes(32)
     assert slab.holds(slots, generations, hashes).tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 63, 64, 66, 1000])
-def test_the_layout_of_a_slab_follows_from_its_size(num_slots: int) -> None:
-    layout = SlabLayout.of(num_slots=num_slots, num_parts=2, block_bytes=KV.block_bytes)
-    assert layout_of(KV, layout.size_bytes) == layout
-
-
-def test_a_slab_with_room_to_spare_has_the_most_slots_that_fit() -> None:
-    layout = SlabLayout.of(num_slots=10, num_parts=2, block_bytes=KV.block_bytes)
-    assert layout_of(KV, layout.size_bytes + 2048) == layout
-
-
-@pytest.mark.parametrize("num_slots", [65, 129])
-def test_a_size_that_two_layouts_could_have_is_refused(num_slots: int) -> None:
-    """Covers: A4."""
-    layout = SlabLayout.of(num_slots=num_slots, num_parts=2, block_bytes=KV.block_bytes)
-    with pytest.raises(StoreBug, match="tells the layout"):
-        layout_of(KV, layout.size_bytes)
-
-
-def test_a_slab_without_room_for_a_slot_is_a_bug() -> None:
-    with pytest.raises(StoreBug, match="report it"):
-        layout_of(KV, 4096)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from kvstore.types import BlockHash, Outcome
+from kvstore.types import BlockHash, ByteArray, Outcome
 from kvstore_client.client import KVClient
 from kvstore_client.load import Load
 
@@ -50,9 +51,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]
             none = torch.empty(1, rows.shape[1], 0, rows.shape[-1], dtype=rows.dtype, device=device)
             self._join(rows, none, none)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self._loading is not None:
             self._join(self._arrived(), key_states, value_states)
         else:
@@ -87,11 +86,22 @@ def _joined(local: Tensor, rows: Tensor, num_awaited: int, new: Tensor) -> Tenso
     begin = end - num_blocks * block_tokens
     out = torch.empty(1, heads, end + new.shape[-2], dim, dtype=new.dtype, device=new.device)
     out[0, :, begin:end].unflatten(1, (num_blocks, block_tokens)).copy_(rows)
-    out[:, :, : local.shape[-2]] = (
-        local  # after the rows, whose first block may begin within the local tokens
-    )
+    out[:, :, : local.shape[-2]] = local  # after the rows, whose first block may begin within the local tokens
     out[:, :, end:] = new
     return out
+
+
+def _block_rows(keys: Tensor, values: Tensor, block_tokens: int) -> ByteArray:
+    """`[blocks, 2, heads, block_tokens, dim * itemsize]` of `[heads, tokens, dim]` each.
+
+    Copied by NumPy, on this thread alone: torch would take the cores that the forward pass is using.
+    """
+    both = [states.cpu().view(torch.uint8).numpy() for states in (keys, values)]
+    heads, tokens, width = both[0].shape
+    rows = np.empty((tokens // block_tokens, 2, heads, block_tokens, width), np.uint8)
+    for index, states in enumerate(both):
+        rows[:, index] = states.reshape(heads, -1, block_tokens, width).transpose(1, 0, 2, 3)
+    return rows
 
 
 class Loading:
@@ -180,8 +190,7 @@ class Saving:
         if self._write.num_new:
             tokens = self._client.spec.block_tokens
             begin, end = self._first * tokens, (self._first + len(self._hashes)) * tokens
-            both = torch.stack([keys[0, :, begin:end], values[0, :, begin:end]]).cpu()
-            self._write.put(layer, both.unflatten(2, (-1, tokens)).permute(2, 0, 1, 3, 4).contiguous())
+            self._write.put(layer, _block_rows(keys[0, :, begin:end], values[0, :, begin:end], tokens))
         if self._on_saved is not None:
             self._on_saved(layer)
         return 0

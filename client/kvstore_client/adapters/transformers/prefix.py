@@ -77,9 +77,7 @@ class PrefixCache:
         )
         if different := spec.differences(expected):
             listed = "; ".join(f"{one.name}: {one.ours!r:.60}, not {one.theirs!r:.60}" for one in different)
-            raise InvalidRequest(
-                f"client: expected the spec of this model, got {listed}; make it with spec_for"
-            )
+            raise InvalidRequest(f"client: expected the spec of this model, got {listed}; make it with spec_for")
 
     def __enter__(self) -> "PrefixCache":
         return self
@@ -125,9 +123,7 @@ class PrefixCache:
         with self._loading(hashes, len(tokens) - 1, num_local, follow, on_loaded) as loading:
             num_loaded = loading.num_tokens if loading else 0
             try:
-                logits, filled, saving = self._forward(
-                    input_ids, local, loading, hashes if save else [], on_saved
-                )
+                logits, filled, saving = self._forward(input_ids, local, loading, hashes if save else [], on_saved)
             except KVStoreError as error:
                 self._load_failed(error)
                 load_error, num_loaded = error, 0
@@ -251,9 +247,7 @@ class PrefixCache:
             # NumPy asks for huge pages: a quarter of the time for memory that was never touched.
             memory = np.empty(num_blocks * spec.block_bytes, np.uint8)
             rows = torch.from_numpy(memory).view(dtype).reshape(shape)
-            load = self._client.load(
-                hashes[:num_blocks], into=list(rows), follow=follow, timeout_s=self._timeout_s
-            )
+            load = self._client.load(hashes[:num_blocks], into=list(rows), follow=follow, timeout_s=self._timeout_s)
             return load, rows, num_followed
 
     def _load_failed(self, error: KVStoreError) -> None:
@@ -277,6 +271,4 @@ def _token_list(input_ids: Tensor) -> list[int]:
 def _report(what: str, count: int, error: Exception) -> None:
     """The first failure of its kind is a warning, the others are for those who look."""
     level = logging.WARNING if count == 1 else logging.DEBUG
-    _log.log(
-        level, "kvstore: %s failed (%s: %s); the model computes by itself", what, type(error).__name__, error
-    )
+    _log.log(level, "kvstore: %s failed (%s: %s); the model computes by itself", what, type(error).__name__, error)

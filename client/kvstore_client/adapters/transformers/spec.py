@@ -35,9 +35,7 @@ def revision_digest(folder: str | Path) -> str:
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").digest()
         name = path.name.encode()
-        total.update(
-            len(name).to_bytes(4, "little") + name + path.stat().st_size.to_bytes(8, "little") + content
-        )
+        total.update(len(name).to_bytes(4, "little") + name + path.stat().st_size.to_bytes(8, "little") + content)
     return total.hexdigest()
 
 
@@ -70,15 +68,13 @@ def spec_for(
             "latent attention": getattr(config, "kv_lora_rank", None) is not None,
             "layers that share keys and values": bool(getattr(config, "num_kv_shared_layers", 0)),
             f"rope type {rope.get('rope_type')!r}": rope.get("rope_type") in _MOVING_ROPES,
-            "a LoRA adapter that is not named": adapter is None
-            and getattr(model, "_hf_peft_config_loaded", False),
+            "a LoRA adapter that is not named": adapter is None and getattr(model, "_hf_peft_config_loaded", False),
         }.items()
         if applies
     ]
     if unfit:
         raise InvalidRequest(
-            f"model: expected plain keys and values for every token, got {'; '.join(unfit)}; "
-            "run it without the store"
+            f"model: expected plain keys and values for every token, got {'; '.join(unfit)}; run it without the store"
         )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

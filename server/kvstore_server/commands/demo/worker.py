@@ -1,7 +1,7 @@
 """One engine process of the demo: it loads the model, then answers requests, one JSON line each.
 
 A request has the fields of `Request`. Events go to stdout, one JSON line each, with `event` and `at_s` (of
-the machine's monotonic clock): ready, saved and loaded (with `layer`), done (with the fields of `Answer`). The
+the monotonic clock): ready, saved and loaded (with `layer`), done (with the fields of `Answer`). The
 process ends with its stdin.
 """
 

@@ -1,0 +1,72 @@
+"""What does the index cost? Bytes of RSS a block at a million blocks, and the time to evict 10,000 of them.
+
+    python benchmarks/index.py [--blocks 1000000] [--json]
+
+Limits (docs/benchmarks/local.md): at most 400 bytes a block, and 50 ms for 10,000 evictions. Slots are real
+(slabs of 64 MiB); the blocks have 64 bytes each, so that memory for their contents does not count.
+"""
+
+import argparse
+import gc
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.types import BlockHash
+from kvstore_server.eviction import LRU, Ticks
+from kvstore_server.index import NONE, Index
+
+CHAIN = 64
+EVICTIONS = 10_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    index = Index(LRU(Ticks()))
+    gc.collect()
+    before = rss_bytes()
+    started = time.perf_counter()
+    fill(index, arguments.blocks)
+    insert_s = time.perf_counter() - started
+    gc.collect()
+    bytes_per_block = (rss_bytes() - before) / arguments.blocks
+    started = time.perf_counter()
+    hashes, _ = index.evict(EVICTIONS)
+    evict_ms = (time.perf_counter() - started) * 1e3
+    assert len(hashes) == EVICTIONS
+    figures = {
+        "blocks": arguments.blocks,
+        "rss_bytes_per_block": round(bytes_per_block, 1),
+        "insert_us_per_block": round(insert_s / arguments.blocks * 1e6, 2),
+        "evict_10000_ms": round(evict_ms, 1),
+    }
+    print(json.dumps(figures) if arguments.json else "\n".join(f"{name:24}{value}" for name, value in figures.items()))
+
+
+def fill(index: Index, num_blocks: int) -> None:
+    """Chains of 64 blocks, committed."""
+    slot = 0
+    for _ in range(num_blocks // CHAIN):
+        parent, rows = NONE, []
+        for _ in range(CHAIN):
+            slot += 1
+            parent = index.insert(BlockHash(os.urandom(32)), parent=parent, slot=slot, generation=slot)
+            rows.append(parent)
+        chain = np.array(rows, np.int64)
+        index.touch(chain)
+        index.commit(chain)
+
+
+def rss_bytes() -> int:
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
