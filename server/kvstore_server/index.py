@@ -21,6 +21,7 @@ from kvstore_server.eviction import BoolArray, EvictionPolicy
 
 NONE: Final = -1  # in arrays of rows: no such row
 _FIRST_ROWS: Final = 1024
+_ONE: Final = np.int32(1)  # of the columns' type: another would be cast element by element, at 50 times the cost
 
 
 class State(IntEnum):
@@ -60,12 +61,15 @@ class Index:
 
     def find(self, hashes: Sequence[BlockHash]) -> IntArray:
         """`[n]` rows, NONE where the hash is not known."""
-        return np.fromiter(map(self._rows.get, hashes, repeat(NONE)), np.int64, count=len(hashes))
+        try:
+            return np.fromiter(map(self._rows.__getitem__, hashes), np.int64, count=len(hashes))
+        except KeyError:
+            return np.fromiter(map(self._rows.get, hashes, repeat(NONE)), np.int64, count=len(hashes))
 
     def prefix(self, hashes: Sequence[BlockHash]) -> tuple[IntArray, int]:
         """Rows of the longest committed prefix, and how many blocks right after it are being written."""
         rows = self.find(hashes)
-        state = np.where(rows == NONE, State.HOLE, self._state[rows])
+        state = self.states(rows)
         num_committed = _leading(state == State.COMMITTED)
         return rows[:num_committed], _leading(state[num_committed:] == State.WRITING)
 
@@ -168,11 +172,11 @@ class Index:
 
     def lease(self, rows: IntArray) -> None:
         """The blocks stay where they are until `unlease`; a row may come twice."""
-        np.add.at(self._leases, rows, 1)
+        np.add.at(self._leases, rows, _ONE)
 
     def unlease(self, rows: IntArray) -> None:
         """Undoes one `lease` of the same rows."""
-        np.subtract.at(self._leases, rows, 1)
+        np.subtract.at(self._leases, rows, _ONE)
         assert (self._leases[rows] >= 0).all(), "more leases given back than taken"
         self._policy.became_unheld(rows)
         for row in rows[self._state[rows] == State.HOLE].tolist():

@@ -29,7 +29,7 @@ class FakeSession:
 
     def slab(self, number: int, *, deadline: float) -> tuple[int, int]:
         self.fetched.append(number)
-        return create_memfd("test", LAYOUT.size_bytes)[0], LAYOUT.size_bytes
+        return create_memfd("test", LAYOUT.size_bytes)[0], LAYOUT.num_slots
 
     def tell(self, message: pb.ClientMessage) -> None:
         self.dropped += message.slabs_dropped.slabs

@@ -1,6 +1,7 @@
 """The demo's processes: started, listened to with deadlines, and ended by their handles."""
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from kvstore_server.commands.demo.worker import Answer, Request
 READY_S: Final = 240.0  # torch and a model have to be read from disk
 STEP_S: Final = 240.0
 END_S: Final = 5.0
+# The engines and the daemon share this machine's cores: a thread that waits for another must not spin on one.
+ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class Child:
@@ -34,6 +37,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            env=ENVIRONMENT | os.environ,
             start_new_session=True,  # Ctrl-C goes to the demo alone, which then ends its processes in order
         )
         self._listener = threading.Thread(target=self._listen, name=f"demo-{name}", daemon=True)
