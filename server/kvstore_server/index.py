@@ -212,36 +212,36 @@ class Index:
         self._unused.extend(rows)
         parents = np.unique(self._parent[rows])
         for parent in parents[parents != NONE].tolist():
-            if self._hashes[parent] is not None and not self._children_at[parent]:
-                self._childless(parent)
+            self._forget_if_unused(parent)
+            if self._state_at[parent] != State.HOLE:
+                self._tell_if_childless(parent)
         return hashes, slots
 
     # Inside.
 
     def _forget_if_unused(self, row: int) -> None:
         """A hole that nothing holds is gone, and so are the holes before it that it alone held."""
-        if (
-            self._state_at[row] != State.HOLE
-            or self._leases_at[row]
-            or self._children_at[row]
-            or self._pinned_at[row]
-            or self._hashes[row] is None
+        while (
+            self._state_at[row] == State.HOLE
+            and not self._leases_at[row]
+            and not self._children_at[row]
+            and not self._pinned_at[row]
+            and self._hashes[row] is not None
         ):
-            return
-        del self._rows[self.hash_of(row)]
-        self._hashes[row] = None
-        self._unused.append(row)
-        parent = self._parent_at[row]
-        if parent != NONE:
+            del self._rows[self.hash_of(row)]
+            self._hashes[row] = None
+            self._unused.append(row)
+            parent = self._parent_at[row]
+            if parent == NONE:
+                return
             self._children_at[parent] -= 1
-            if not self._children_at[parent]:
-                self._childless(parent)
+            if self._state_at[parent] != State.HOLE:
+                self._tell_if_childless(parent)
+            row = parent
 
-    def _childless(self, row: int) -> None:
-        """The row has lost its last child: it may be evicted now, or forgotten."""
-        if self._state_at[row] == State.HOLE:
-            self._forget_if_unused(row)
-        else:
+    def _tell_if_childless(self, row: int) -> None:
+        """The policy knows of a stored row that has lost its last child."""
+        if not self._children_at[row]:
             self._policy.became_unheld(np.array([row]))
 
     def _new_row(self) -> int:

@@ -19,7 +19,9 @@ def configure_logs(settings: Settings) -> None:
             *([structlog.processors.format_exc_info] if as_json else []),
             structlog.processors.JSONRenderer()
             if as_json
-            else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+            else structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),

@@ -443,7 +443,7 @@ class Store:
         _, other, slab = best
         rows = other.index.committed()
         rows = rows[slabs_and_places(other.index.slots(rows))[0] == slab]
-        self._evict_all(other, rows)
+        self.counters.blocks_evicted += self._drop_all(other, rows)
         self._on_slab_closed(slab, self.tier.close_slab(slab))
         return self.tier.open_slab(space.spec, space.layout)
 
@@ -459,13 +459,6 @@ class Store:
             if slab not in held and self.tier.arena.num_used(slab) == len(inside):
                 yield int(inside.max()) if len(inside) else 0, slab
 
-    def _evict_all(self, space: Space, rows: IntArray) -> None:
-        hashes = [space.index.hash_of(row) for row in rows.tolist()]
-        for row in rows.tolist():
-            self._drop(space, row)
-        self.counters.blocks_evicted += len(hashes)
-        self._removed(space, hashes)
-
     def set_pinned(self, space: Space, hashes: Sequence[BlockHash], pinned: bool) -> int:
         """Those of the blocks that are committed are pinned, or not; returns how many. Idempotent."""
         rows = space.index.find(hashes)
@@ -479,13 +472,9 @@ class Store:
         """Committed blocks that nothing holds are gone; returns how many, and how many were kept."""
         rows = space.index.committed()
         held = space.index.held(rows)
-        removed = rows[~held]
-        hashes = [space.index.hash_of(row) for row in removed.tolist()]
-        for row in removed.tolist():
-            self._drop(space, row)
-        self.counters.blocks_removed += len(hashes)
-        self._removed(space, hashes)
-        return len(hashes), int(held.sum())
+        removed = self._drop_all(space, rows[~held])
+        self.counters.blocks_removed += removed
+        return removed, int(held.sum())
 
     def lose(self, space: Space, block_hash: BlockHash) -> None:
         """A committed block whose bytes are wrong is gone, whoever holds it: its readers take a miss."""
@@ -494,6 +483,15 @@ class Store:
             self._drop(space, row)
             self.counters.blocks_lost += 1
             self._removed(space, [block_hash])
+
+    def _drop_all(self, space: Space, rows: IntArray) -> int:
+        """These committed blocks are gone, leaves first, so that no holes are left; returns how many."""
+        rows = rows[np.argsort(space.policy.stamp(rows))]
+        hashes = [space.index.hash_of(row) for row in rows.tolist()]
+        for row in rows.tolist():
+            self._drop(space, row)
+        self._removed(space, hashes)
+        return len(hashes)
 
     def _drop(self, space: Space, row: int) -> None:
         self._free(space, [space.index.drop(row)])
