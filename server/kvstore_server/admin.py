@@ -15,7 +15,8 @@ from kvstore_server.access import AUTHORIZATION, authorize
 from kvstore_server.config import Settings
 from kvstore_server.index import State
 from kvstore_server.service import StoreService, code_of
-from kvstore_server.store import Change, Space, Store
+from kvstore_server.store import Store
+from kvstore_server.values import Change, Space
 
 MAX_EVENTS_BEHIND: Final = 10_000
 _ROOT: Final = b"\0" * HASH_BYTES

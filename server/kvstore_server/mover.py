@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from kvstore.types import ByteArray
-from kvstore_server.store import Copy
+from kvstore_server.values import Copy
 
 # A job is cut at this size, so that the copies of several sessions take turns.
 JOB_BYTES: Final = 8 << 20

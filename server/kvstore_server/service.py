@@ -46,7 +46,8 @@ from kvstore_server.config import Settings
 from kvstore_server.index import State
 from kvstore_server.mover import Mover
 from kvstore_server.session import Session as ClientSession
-from kvstore_server.store import Intake, Store
+from kvstore_server.store import Store
+from kvstore_server.values import Intake
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[pb.ClientMessage, pb.ServerMessage]

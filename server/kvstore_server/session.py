@@ -11,7 +11,8 @@ from typing import Final
 from kvstore.errors import BlockMissing, InvalidRequest, StoreFull
 from kvstore.transport.shm import TICKET_BYTES
 from kvstore.types import BlockHash, ByteArray, IntArray, Outcome, SessionId, WriteId
-from kvstore_server.store import Intake, Loaded, Space, Store, Write
+from kvstore_server.store import Store
+from kvstore_server.values import Intake, Loaded, Space, Write
 from kvstore_server.writes import Follow
 
 MAX_LEASES: Final = 65_536

@@ -4,126 +4,19 @@ Everything here is synchronous and runs on the daemon's loop. Where bytes must m
 copy, and another takes note when that is done; nothing is awaited in between here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, WriterFailed
 from kvstore.spec import KVSpec
-from kvstore.transport.shm import SlabLayout
-from kvstore.types import (
-    BlockHash,
-    ByteArray,
-    IntArray,
-    Location,
-    Namespace,
-    Outcome,
-    SessionId,
-    SlabId,
-    WriteId,
-)
+from kvstore.types import BlockHash, ByteArray, IntArray, Location, Namespace, Outcome, SessionId, SlabId, WriteId
 from kvstore_server.eviction import LRU, Ticks
 from kvstore_server.index import NONE, Index, State
+from kvstore_server.room import Room
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
-from kvstore_server.writes import Follow, Pending, Writes, mask_of, parts_of
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start. `blocks_asked == blocks_hit + blocks_missed`."""
-
-    matches: int = 0
-    blocks_asked: int = 0
-    blocks_hit: int = 0
-    blocks_missed: int = 0
-    blocks_stored: int = 0
-    blocks_loaded: int = 0
-    blocks_evicted: int = 0
-    blocks_removed: int = 0
-    blocks_lost: int = 0
-    blocks_aborted: int = 0
-    blocks_refused: int = 0
-    bytes_stored: int = 0
-    sessions_opened: int = 0
-    sessions_reaped: int = 0
-
-
-@dataclass(slots=True)
-class Space:
-    """One namespace: its spec, its index, the blocks of it in writing, and the order in which they go."""
-
-    spec: KVSpec
-    layout: SlabLayout
-    policy: LRU
-    index: Index
-    writes: Writes = field(default_factory=Writes)
-    part_ranges: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def namespace(self) -> Namespace:
-        return self.spec.namespace
-
-    @property
-    def all_parts(self) -> int:
-        return (1 << self.spec.num_parts) - 1
-
-
-@dataclass(slots=True)
-class Write:
-    """One Store request: what became of each of its blocks, and those this writer still works on, by index."""
-
-    id: WriteId
-    space: Space
-    hashes: list[BlockHash]
-    outcomes: list[Outcome]
-    pending: dict[int, Pending] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Bytes to take in: from `source[source_offset:]` to `target[target_offset:]`."""
-
-    target: ByteArray
-    target_offset: int
-    source: ByteArray
-    source_offset: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Intake:
-    """Copies of one StorePart, and the (block, part) that each belongs to.
-
-    Blocks of the request that had been given up before are left out.
-    """
-
-    write: Write
-    copies: list[Copy]
-    parts: list[tuple[Pending, int]]
-    num_left_out: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a Load found: rows that are leased now, where they lie, and what cannot be served."""
-
-    rows: IntArray
-    location: Location
-    errors: dict[int, KVStoreError]
-    writing: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Blocks that were stored or removed, for whoever watches. Parents are given for stored ones."""
-
-    namespace: Namespace
-    stored: bool
-    hashes: list[BlockHash]
-    parents: list[BlockHash | None]
-    block_tokens: int
+from kvstore_server.values import Change, Copy, Counters, Intake, Loaded, Space, Write
+from kvstore_server.writes import Follow, Pending, mask_of, parts_of
 
 
 class Store:
@@ -140,6 +33,9 @@ class Store:
         self.counters = Counters()
         self.spaces: dict[Namespace, Space] = {}
         self._ticks = Ticks()
+        self._room = Room(
+            tier, self.spaces, self._ticks, self.counters, on_change=on_change, on_slab_closed=on_slab_closed
+        )
         self._on_change = on_change
         self._on_slab_closed = on_slab_closed
         self._last_generation = 0
@@ -161,7 +57,7 @@ class Store:
             self.spaces[spec.namespace] = space
             # Its first slab now, so that readers of the slab it may have to take over unmap it before the first store.
             if not self.tier.open_slab(spec, layout):
-                self._take_over_slab(space)
+                self._room.take_over_slab(space)
         return space
 
     def close_space_if_empty(self, space: Space) -> None:
@@ -230,9 +126,9 @@ class Store:
                 write.outcomes = [Outcome.ORPHAN] * len(hashes)
                 return write
         claimed = mask_of(parts) if parts else space.all_parts
-        with self._held(space, [*([parent] if parent is not None else []), *hashes]):
+        with self._room.held(space, [*([parent] if parent is not None else []), *hashes]):
             missing = int((index.states(index.find(hashes)) == State.HOLE).sum())
-            slots = self._make_room(space, missing)
+            slots = self._room.make(space, missing)
             for position, block_hash in enumerate(hashes):
                 outcome, before = self._reserve_one(write, position, block_hash, before, claimed, slots)
                 write.outcomes.append(outcome)
@@ -394,70 +290,7 @@ class Store:
             self.tier.arena.free([pending.slot])
         self.counters.blocks_aborted += 1
 
-    # Making room.
-
-    @contextmanager
-    def _held(self, space: Space, hashes: list[BlockHash]) -> Iterator[None]:
-        """None of these blocks is evicted in the meantime."""
-        rows = space.index.find(hashes)
-        rows = rows[rows != NONE]
-        space.index.lease(rows)
-        try:
-            yield
-        finally:
-            space.index.unlease(rows)
-
-    def _make_room(self, space: Space, count: int) -> list[int]:
-        """Up to `count` slots: free ones, then a new slab, a slab of a colder namespace, the oldest blocks."""
-        arena = self.tier.arena
-        slots = arena.allocate(space.namespace, count)
-        while len(slots) < count and self.tier.open_slab(space.spec, space.layout):
-            slots += arena.allocate(space.namespace, count - len(slots))
-        while len(slots) < count and self._take_over_slab(space):
-            slots += arena.allocate(space.namespace, count - len(slots))
-        evicted, freed = space.index.evict(count - len(slots))
-        self._free(space, freed)
-        slots += arena.allocate(space.namespace, len(freed))
-        self.counters.blocks_evicted += len(evicted)
-        self._removed(space, evicted)
-        return slots
-
-    def _take_over_slab(self, space: Space) -> bool:
-        """The namespace has one more slab, taken from one whose every block is older than all of ours.
-
-        False also while a slab taken over before waits for its readers to unmap it.
-        """
-        if self.tier.arena.num_lingering:
-            return False
-        mine = space.index.committed()
-        mine = mine[~space.index.held(mine)]
-        oldest = int(space.policy.stamp(mine).min()) if len(mine) else self._ticks.now
-        best: tuple[int, Space, SlabId] | None = None
-        for other in self.spaces.values():
-            if other is not space:
-                for newest, slab in self._coldness(other):
-                    if newest < oldest and (best is None or newest < best[0]):
-                        best = (newest, other, slab)
-        if best is None:
-            return False
-        _, other, slab = best
-        rows = other.index.committed()
-        rows = rows[slabs_and_places(other.index.slots(rows))[0] == slab]
-        self.counters.blocks_evicted += self._drop_all(other, rows)
-        self._on_slab_closed(slab, self.tier.close_slab(slab))
-        return self.tier.open_slab(space.spec, space.layout)
-
-    def _coldness(self, space: Space) -> Iterator[tuple[int, SlabId]]:
-        """For each slab that could be emptied now: the tick at which it was last used, and its id."""
-        rows = space.index.committed()
-        slabs, _ = slabs_and_places(space.index.slots(rows))
-        held = set(slabs[space.index.held(rows)].tolist())
-        stamps = space.policy.stamp(rows)
-        for slab in self.tier.arena.slabs_of(space.namespace):
-            inside = stamps[slabs == slab]
-            # A slot in use that is not of a committed block is being written into.
-            if slab not in held and self.tier.arena.num_used(slab) == len(inside):
-                yield int(inside.max()) if len(inside) else 0, slab
+    # Removing.
 
     def set_pinned(self, space: Space, hashes: Sequence[BlockHash], pinned: bool) -> int:
         """Those of the blocks that are committed are pinned, or not; returns how many. Idempotent."""
@@ -466,13 +299,11 @@ class Store:
         (space.index.pin if pinned else space.index.unpin)(rows)
         return len(rows)
 
-    # Removing.
-
     def clear(self, space: Space) -> tuple[int, int]:
         """Committed blocks that nothing holds are gone; returns how many, and how many were kept."""
         rows = space.index.committed()
         held = space.index.held(rows)
-        removed = self._drop_all(space, rows[~held])
+        removed = self._room.drop_all(space, rows[~held])
         self.counters.blocks_removed += removed
         return removed, int(held.sum())
 
@@ -480,30 +311,8 @@ class Store:
         """A committed block whose bytes are wrong is gone, whoever holds it: its readers take a miss."""
         row = int(space.index.find([block_hash])[0])
         if row != NONE and space.index.state(row) is State.COMMITTED:
-            self._drop(space, row)
+            self._room.drop_all(space, np.array([row]))
             self.counters.blocks_lost += 1
-            self._removed(space, [block_hash])
-
-    def _drop_all(self, space: Space, rows: IntArray) -> int:
-        """These committed blocks are gone, leaves first, so that no holes are left; returns how many."""
-        rows = rows[np.argsort(space.policy.stamp(rows))]
-        hashes = [space.index.hash_of(row) for row in rows.tolist()]
-        for row in rows.tolist():
-            self._drop(space, row)
-        self._removed(space, hashes)
-        return len(hashes)
-
-    def _drop(self, space: Space, row: int) -> None:
-        self._free(space, [space.index.drop(row)])
-
-    def _free(self, space: Space, slots: list[int]) -> None:
-        for slot in slots:
-            self.tier.retract(slot, used_bytes=space.spec.block_bytes)
-        self.tier.arena.free(slots)
-
-    def _removed(self, space: Space, hashes: list[BlockHash]) -> None:
-        if hashes:
-            self._on_change(Change(space.namespace, False, hashes, [], space.spec.block_tokens))
 
     def change_of(self, space: Space, rows: IntArray, *, stored: bool) -> Change:
         """What a watcher is told of these committed blocks."""

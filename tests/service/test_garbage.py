@@ -65,7 +65,9 @@ def test_a_stream_without_any_message_is_refused(shared: DaemonProcess, raw: Raw
 
 
 def test_a_message_that_cannot_be_decoded_ends_the_stream(shared: DaemonProcess, raw: Raw) -> None:
-    stream = raw(shared, serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString())
+    stream = raw(
+        shared, serializer=lambda message: message if isinstance(message, bytes) else message.SerializeToString()
+    )
     stream.hello(KV)
     stream.send(b"\xff" * 100)
     assert stream.end().code().name in ("INVALID_ARGUMENT", "INTERNAL")
@@ -198,9 +200,7 @@ def test_a_bad_store_part_takes_nothing_in_and_the_write_can_go_on(
 
 
 @pytest.mark.parametrize("field", ["blocks", "parts", "offsets"])
-def test_a_packed_field_that_was_cut_is_refused(
-    shared: DaemonProcess, stream: RawStream, shm: Shm, field: str
-) -> None:
+def test_a_packed_field_that_was_cut_is_refused(shared: DaemonProcess, stream: RawStream, shm: Shm, field: str) -> None:
     with memfd(SIZE) as (fd, _):
         assert shm(shared, stream.welcome.shm.ticket).register(1, fd, SIZE).code == 0  # type: ignore[attr-defined]
     write = stream.ask(store=pb.Store_(hashes=pack(HASHES))).reserved.write_id
@@ -238,9 +238,7 @@ def test_requests_sent_without_reading_answers_hurt_nobody(shared: DaemonProcess
 
 
 @pytest.mark.parametrize("length", [0, 1, 100_000])
-def test_hash_lists_of_any_length_are_matched_stored_and_loaded(
-    shared: DaemonProcess, raw: Raw, length: int
-) -> None:
+def test_hash_lists_of_any_length_are_matched_stored_and_loaded(shared: DaemonProcess, raw: Raw, length: int) -> None:
     """Covers: E5, E11. Blocks are accepted from the left until room runs out."""
     kv = spec(layers=1, bytes_per_part=64, model="small")
     stream = raw(shared, kv)
@@ -276,7 +274,14 @@ def test_the_client_refuses_hashes_that_are_no_hashes(shared: DaemonProcess, con
 
 @pytest.mark.parametrize(
     "datagram",
-    [b"x", b"\0" * (Request.SIZE - 1), b"\0" * Request.SIZE, b"\xff" * Request.SIZE, b"x" * 4000, b"GET / HTTP/1.1\r\n"],
+    [
+        b"x",
+        b"\0" * (Request.SIZE - 1),
+        b"\0" * Request.SIZE,
+        b"\xff" * Request.SIZE,
+        b"x" * 4000,
+        b"GET / HTTP/1.1\r\n",
+    ],
 )
 def test_a_garbage_datagram_on_the_shm_socket_is_refused(
     shared: DaemonProcess, stream: RawStream, shm: Shm, datagram: bytes

@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.types import BlockHash, Outcome, SessionId
 from kvstore_server.index import State
 from kvstore_server.session import Session
-from kvstore_server.store import Change, Space, Store, Write
+from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
 from kvstore_server.tiers.pinning import PageLock
+from kvstore_server.values import Change, Space, Write
 
 SPECS = [spec(model="a", layers=2, bytes_per_part=9000), spec(model="b", layers=1, bytes_per_part=5000)]
 TREES = [[chain(6, of=kv, seed=seed) for seed in range(3)] for kv in SPECS]

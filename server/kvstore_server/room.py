@@ -1,0 +1,128 @@
+"""Makes room in the tier: free slots, a new slab, a slab of a colder namespace, the oldest blocks; drops blocks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from kvstore.types import BlockHash, IntArray, Namespace, SessionId, SlabId
+from kvstore_server.eviction import Ticks
+from kvstore_server.index import NONE
+from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
+from kvstore_server.values import Change, Counters, Space
+
+# A look for a colder namespace reads every row; it is not worth one until this many blocks were used.
+LOOK_EVERY: Final = 1024
+
+
+class Room:
+    """The slots of one tier, shared by all namespaces. Whoever gets a slot evicts, if it must, the coldest first."""
+
+    def __init__(
+        self,
+        tier: CpuTier,
+        spaces: Mapping[Namespace, Space],
+        ticks: Ticks,
+        counters: Counters,
+        *,
+        on_change: Callable[[Change], None],
+        on_slab_closed: Callable[[SlabId, frozenset[SessionId]], None],
+    ) -> None:
+        self.tier = tier
+        self.counters = counters
+        self._spaces = spaces
+        self._ticks = ticks
+        self._on_change = on_change
+        self._on_slab_closed = on_slab_closed
+        self._next_look = 0
+
+    @contextmanager
+    def held(self, space: Space, hashes: list[BlockHash]) -> Iterator[None]:
+        """None of these blocks is evicted in the meantime."""
+        rows = space.index.find(hashes)
+        rows = rows[rows != NONE]
+        space.index.lease(rows)
+        try:
+            yield
+        finally:
+            space.index.unlease(rows)
+
+    def make(self, space: Space, count: int) -> list[int]:
+        """Up to `count` slots: free ones, then a new slab, a slab of a colder namespace, the oldest blocks."""
+        arena = self.tier.arena
+        slots = arena.allocate(space.namespace, count)
+        while len(slots) < count and self.tier.open_slab(space.spec, space.layout):
+            slots += arena.allocate(space.namespace, count - len(slots))
+        while len(slots) < count and self.take_over_slab(space):
+            slots += arena.allocate(space.namespace, count - len(slots))
+        evicted, freed = space.index.evict(count - len(slots))
+        self.free(space, freed)
+        slots += arena.allocate(space.namespace, len(freed))
+        self.counters.blocks_evicted += len(evicted)
+        self._tell_removed(space, evicted)
+        return slots
+
+    def take_over_slab(self, space: Space) -> bool:
+        """The namespace has one more slab, taken from one whose every block is older than all of ours.
+
+        False also while a slab taken over before waits for its readers to unmap it.
+        """
+        if self.tier.arena.num_lingering or len(self._spaces) < 2:
+            return False
+        mine = np.flatnonzero(space.index.unheld())
+        oldest = self._ticks.now
+        if len(mine):
+            if self._ticks.now < self._next_look:
+                return False
+            self._next_look = self._ticks.now + LOOK_EVERY
+            oldest = int(space.policy.stamp(mine).min())
+        best: tuple[int, Space, SlabId] | None = None
+        for other in self._spaces.values():
+            if other is not space:
+                for newest, slab in self._coldness(other):
+                    if newest < oldest and (best is None or newest < best[0]):
+                        best = (newest, other, slab)
+        if best is None:
+            return False
+        _, other, slab = best
+        rows = other.index.committed()
+        rows = rows[slabs_and_places(other.index.slots(rows))[0] == slab]
+        self.counters.blocks_evicted += self.drop_all(other, rows)
+        self._on_slab_closed(slab, self.tier.close_slab(slab))
+        return self.tier.open_slab(space.spec, space.layout)
+
+    def _coldness(self, space: Space) -> Iterator[tuple[int, SlabId]]:
+        """For each slab that could be emptied now: the tick at which it was last used, and its id."""
+        rows = space.index.committed()
+        slabs, _ = slabs_and_places(space.index.slots(rows))
+        held = set(slabs[space.index.held(rows)].tolist())
+        stamps = space.policy.stamp(rows)
+        for slab in self.tier.arena.slabs_of(space.namespace):
+            inside = stamps[slabs == slab]
+            # A slot in use that is not of a committed block is being written into.
+            if slab not in held and self.tier.arena.num_used(slab) == len(inside):
+                yield int(inside.max()) if len(inside) else 0, slab
+
+    def drop_all(self, space: Space, rows: IntArray) -> int:
+        """These committed blocks are gone, leaves first, so that no holes are left; returns how many."""
+        rows = rows[np.argsort(space.policy.stamp(rows))]
+        hashes = [space.index.hash_of(row) for row in rows.tolist()]
+        for row in rows.tolist():
+            self.drop(space, row)
+        self._tell_removed(space, hashes)
+        return len(hashes)
+
+    def drop(self, space: Space, row: int) -> None:
+        """The block is gone, whoever holds it: its readers take a miss."""
+        self.free(space, [space.index.drop(row)])
+
+    def free(self, space: Space, slots: list[int]) -> None:
+        """Readers of these slots take a miss, and the slots can be allocated again."""
+        for slot in slots:
+            self.tier.retract(slot, used_bytes=space.spec.block_bytes)
+        self.tier.arena.free(slots)
+
+    def _tell_removed(self, space: Space, hashes: list[BlockHash]) -> None:
+        if hashes:
+            self._on_change(Change(space.namespace, False, hashes, [], space.spec.block_tokens))

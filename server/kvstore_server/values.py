@@ -1,0 +1,107 @@
+"""What the store keeps of each namespace and write, and the plans that it hands out."""
+
+from dataclasses import dataclass, field
+
+from kvstore.errors import KVStoreError
+from kvstore.spec import KVSpec
+from kvstore.transport.shm import SlabLayout
+from kvstore.types import BlockHash, ByteArray, IntArray, Location, Namespace, Outcome, WriteId
+from kvstore_server.eviction import LRU
+from kvstore_server.index import Index
+from kvstore_server.writes import Pending, Writes
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start. `blocks_asked == blocks_hit + blocks_missed`."""
+
+    matches: int = 0
+    blocks_asked: int = 0
+    blocks_hit: int = 0
+    blocks_missed: int = 0
+    blocks_stored: int = 0
+    blocks_loaded: int = 0
+    blocks_evicted: int = 0
+    blocks_removed: int = 0
+    blocks_lost: int = 0
+    blocks_aborted: int = 0
+    blocks_refused: int = 0
+    bytes_stored: int = 0
+    sessions_opened: int = 0
+    sessions_reaped: int = 0
+
+
+@dataclass(slots=True)
+class Space:
+    """One namespace: its spec, its index, the blocks of it in writing, and the order in which they go."""
+
+    spec: KVSpec
+    layout: SlabLayout
+    policy: LRU
+    index: Index
+    writes: Writes = field(default_factory=Writes)
+    part_ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.spec.namespace
+
+    @property
+    def all_parts(self) -> int:
+        return (1 << self.spec.num_parts) - 1
+
+
+@dataclass(slots=True)
+class Write:
+    """One Store request: what became of each of its blocks, and those this writer still works on, by index."""
+
+    id: WriteId
+    space: Space
+    hashes: list[BlockHash]
+    outcomes: list[Outcome]
+    pending: dict[int, Pending] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes to take in: from `source[source_offset:]` to `target[target_offset:]`."""
+
+    target: ByteArray
+    target_offset: int
+    source: ByteArray
+    source_offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Copies of one StorePart, and the (block, part) that each belongs to.
+
+    Blocks of the request that had been given up before are left out.
+    """
+
+    write: Write
+    copies: list[Copy]
+    parts: list[tuple[Pending, int]]
+    num_left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a Load found: rows that are leased now, where they lie, and what cannot be served."""
+
+    rows: IntArray
+    location: Location
+    errors: dict[int, KVStoreError]
+    writing: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Blocks that were stored or removed, for whoever watches. Parents are given for stored ones."""
+
+    namespace: Namespace
+    stored: bool
+    hashes: list[BlockHash]
+    parents: list[BlockHash | None]
+    block_tokens: int
