@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 import numpy as np
 import structlog
+from google.protobuf.message import DecodeError
 
 from kvstore.errors import (
     BlockCorrupt,
@@ -187,6 +188,7 @@ class StoreService:
             log.warning("session refused", error=str(error), peer=context.peer())
             await context.abort(code_of(error), str(error))
         session = connection.session
+        undecoded = ""
         try:
             await connection.start(self._tell(connection), request_id=0)
             async for message in requests:
@@ -195,9 +197,13 @@ class StoreService:
         except asyncio.CancelledError:
             if not connection.ending:
                 raise
+        except DecodeError as error:
+            undecoded = f"message: expected a ClientMessage, got: {error}; use the same protocol"
         finally:
             await asyncio.shield(self._close(connection))
             log.info("session ended", session=session.id, client=session.name)
+        if undecoded:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, undecoded)
         if connection.ending:
             await context.abort(grpc.StatusCode.UNAVAILABLE, connection.ending)
 
@@ -215,6 +221,8 @@ class StoreService:
             first = await asyncio.wait_for(anext(aiter(requests)), self._settings.heartbeat_s * SILENT_HEARTBEATS)
         except (StopAsyncIteration, TimeoutError):
             raise InvalidRequest("stream: expected Hello as the first message, got none") from None
+        except DecodeError as error:
+            raise InvalidRequest(f"stream: expected Hello as the first message, got: {error}") from None
         if first.WhichOneof("body") != "hello":
             raise InvalidRequest(f"stream: expected Hello first, got {first.WhichOneof('body')}; send Hello")
         hello = first.hello

@@ -239,7 +239,7 @@ def test_without_follow_blocks_being_written_are_not_waited_for(
     ids = prompt(40)
     write = client.store(hashes_of(spec, ids))
     prefill = prefixes.prefill(ids)
-    assert prefill.num_loaded_tokens == 0
+    assert (prefill.num_loaded_tokens, prefill.load_error, prefixes.num_failed_loads) == (0, None, 0)
     assert_same(prefill, reference(model, ids))
     write.abort()
 
@@ -323,7 +323,7 @@ def test_absent_daemon_costs_recomputation_only(spec: KVSpec, model: Any, tmp_pa
 
 
 def test_full_store_costs_the_save_only(spec: KVSpec, model: Any) -> None:
-    """Four blocks are leased, and no room is left for more."""
+    """The prompt has four blocks more than the store has slots."""
     with KVClient.in_process(spec, capacity_bytes=4 << 20) as client, PrefixCache(client, model) as prefixes:
         num_slots = (4 << 20) // spec.block_bytes
         long = prompt((num_slots + 4) * BLOCK_TOKENS)

@@ -1,0 +1,98 @@
+"""Settings: which source wins, and what a wrong one is told."""
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import InvalidRequest
+from kvstore_server.config import Settings, load, parse_size
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "kvstore.toml"
+
+
+def test_file_gives_way_to_environment_and_environment_to_flags(file: Path) -> None:
+    file.write_text('cpu_capacity = "1GiB"\nheartbeat_s = 1.0\ncopy_threads = 3\n')
+    environment = {"KVSTORE_HEARTBEAT_S": "2.0", "KVSTORE_COPY_THREADS": "4", "PATH": "/bin"}
+    settings = load(file, environment, {"copy_threads": 5, "log_level": None})
+    assert settings.cpu_capacity == 1 << 30
+    assert settings.heartbeat_s == 2.0
+    assert settings.copy_threads == 5
+    assert settings.log_level == Settings().log_level
+
+
+def test_without_any_source_there_are_defaults() -> None:
+    assert load(None, {}, None) == Settings()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("false", False), ("true", True), ("0", False), ("1", True)])
+def test_switches_can_be_set_in_the_environment(text: str, expected: bool) -> None:
+    assert load(None, {"KVSTORE_PREFAULT": text}).prefault is expected
+
+
+def test_an_unknown_key_names_its_source_and_the_nearest_known_one(file: Path) -> None:
+    file.write_text("cpu_capasity = 1\n")
+    with pytest.raises(InvalidRequest, match=r"kvstore\.toml: unknown key 'cpu_capasity'; did you mean 'cpu_capacity'"):
+        load(file, {})
+    with pytest.raises(InvalidRequest, match="environment: unknown key 'hartbeat_s'; did you mean 'heartbeat_s'"):
+        load(None, {"KVSTORE_HARTBEAT_S": "1"})
+
+
+@pytest.mark.parametrize("text", ["= nonsense", "\0"])
+def test_an_unreadable_file_is_named(file: Path, text: str) -> None:
+    file.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"kvstore\.toml"):
+        load(file, {})
+    with pytest.raises(InvalidRequest, match=r"missing\.toml"):
+        load(file.with_name("missing.toml"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4GiB", 4 << 30),
+        ("64 MiB", 64 << 20),
+        ("500MB", 500 * 10**6),
+        ("1.5KiB", 1536),
+        ("2g", 2 * 10**9),
+        ("77", 77),
+        (" 1 TiB ", 1 << 40),
+        (12, 12),
+    ],
+)
+def test_sizes_are_read(text: object, size: int) -> None:
+    assert parse_size(text, name="x") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XB", "1 2", "nan", "1e9", True, None, 1.5e300])
+def test_what_is_no_size_is_refused_by_name(text: object) -> None:
+    with pytest.raises(InvalidRequest, match="cpu_capacity"):
+        parse_size(text, name="cpu_capacity")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tcp_host", "0.0.0.0"),
+        ("tcp_port", 70_000),
+        ("slab_bytes", 4096),
+        ("cpu_capacity", 1 << 20),
+        ("copy_threads", 0),
+        ("heartbeat_s", 0.0),
+        ("heartbeat_s", float("nan")),
+        ("log_format", "xml"),
+        ("log_level", "loud"),
+        ("copy_threads", "many"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_name(name: str, value: object) -> None:
+    """Covers: H1. The daemon listens on loopback only."""
+    with pytest.raises(InvalidRequest, match=name):
+        load(None, {}, {name: value})
+
+
+def test_a_daemon_must_listen_somewhere() -> None:
+    with pytest.raises(InvalidRequest, match="listener"):
+        load(None, {}, {"unix_socket": "", "tcp_port": 0})
