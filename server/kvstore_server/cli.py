@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -13,6 +14,7 @@ from kvstore_server import config
 from kvstore_server.daemon import Daemon
 from kvstore_server.logs import configure_logs
 
+SWITCH_INTERVAL_S: Final = 0.0002
 DEFAULT_ADDRESS: Final = f"unix:{config.Settings().unix_socket}"
 
 
@@ -52,6 +54,8 @@ def serve(file: Path | None, as_json: bool, **flags: object) -> None:
 
 
 async def _serve(settings: config.Settings) -> None:
+    # Copying threads need the interpreter for a moment between two parts; the loop must not keep it for long.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     daemon = Daemon(settings)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

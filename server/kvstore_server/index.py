@@ -10,7 +10,6 @@ Whole prefixes are handled by vectorised operations, because a match has 0.15 us
 """
 
 from collections.abc import Sequence
-from enum import IntEnum
 from itertools import repeat
 from typing import Final
 
@@ -24,12 +23,12 @@ _FIRST_ROWS: Final = 1024
 _ONE: Final = np.int32(1)  # of the columns' type: another would be cast element by element, at 50 times the cost
 
 
-class State(IntEnum):
-    """What a row stands for."""
+class State:
+    """What a row stands for. Plain integers: they are compared a block at a time, and an Enum costs five times more."""
 
-    HOLE = 0  # no bytes; kept because something holds the row
-    WRITING = 1
-    COMMITTED = 2
+    HOLE: Final = 0  # no bytes; kept because something holds the row
+    WRITING: Final = 1
+    COMMITTED: Final = 2
 
 
 class Index:
@@ -50,8 +49,8 @@ class Index:
         self._grow(_FIRST_ROWS)
 
     def __repr__(self) -> str:
-        counts = {state.name.lower(): int((self._state == state).sum()) for state in (State.COMMITTED, State.WRITING)}
-        return f"<Index [{counts['committed']} committed, {counts['writing']} writing, {self.num_leased} leased]>"
+        committed, writing = self.count(State.COMMITTED), self.count(State.WRITING)
+        return f"<Index [{committed} committed, {writing} writing, {self.num_leased} leased]>"
 
     def __len__(self) -> int:
         """Rows in use."""
@@ -73,8 +72,13 @@ class Index:
         num_committed = _leading(state == State.COMMITTED)
         return rows[:num_committed], _leading(state[num_committed:] == State.WRITING)
 
-    def state(self, row: int) -> State:
-        return State(int(self._state[row]))
+    def row(self, block_hash: BlockHash) -> int:
+        """The row of one block, NONE if it is not known."""
+        return self._rows.get(block_hash, NONE)
+
+    def state(self, row: int) -> int:
+        """The state of one row; HOLE for NONE."""
+        return State.HOLE if row == NONE else int(self._state_at[row])
 
     def states(self, rows: IntArray) -> AnyArray:
         """`[n]` states; HOLE for NONE."""
@@ -115,7 +119,7 @@ class Index:
     def num_pinned(self) -> int:
         return int(np.count_nonzero(self._pinned))
 
-    def count(self, state: State) -> int:
+    def count(self, state: int) -> int:
         return int(np.count_nonzero(self._state == state))
 
     # What a policy may ask (eviction.Candidates).
@@ -147,13 +151,13 @@ class Index:
             row = self._new_row()
             self._rows[block_hash] = row
             self._hashes[row] = block_hash
-            self._parent[row] = parent
+            self._parent_at[row] = parent
             if parent != NONE:
-                self._children[parent] += 1
-        assert self._state[row] == State.HOLE, f"{self.hash_of(row).hex()} is {self.state(row).name}"
+                self._children_at[parent] += 1
+        assert self._state_at[row] == State.HOLE, "only a hole can be filled"
         self._state_at[row] = State.WRITING
-        self._slot[row] = slot
-        self._generation[row] = generation
+        self._slot_at[row] = slot
+        self._generation_at[row] = generation
         return row
 
     def commit(self, rows: IntArray) -> None:
@@ -164,9 +168,9 @@ class Index:
 
     def drop(self, row: int) -> int:
         """The block has no bytes any more, whoever holds it; returns the slot it was in."""
-        assert self._state[row] != State.HOLE
-        self._state[row] = State.HOLE
-        slot = int(self._slot[row])
+        assert self._state_at[row] != State.HOLE
+        self._state_at[row] = State.HOLE
+        slot: int = self._slot_at[row]
         self._forget_if_unused(row)
         return slot
 
@@ -261,6 +265,8 @@ class Index:
         self._leases_at = self._leases.data
         self._children_at = self._children.data
         self._parent_at = self._parent.data
+        self._slot_at = self._slot.data
+        self._generation_at = self._generation.data
         self._hashes.extend(repeat(None, more))
         self._unused.extend(range(num_rows - 1, old - 1, -1))
         self._policy.resize(num_rows)

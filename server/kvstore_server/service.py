@@ -411,7 +411,7 @@ class StoreService:
     async def _take_in(self, connection: Connection, request_id: int, intake: Intake) -> None:
         num_committed = await connection.finish(self._bring_in(intake))
         reply = pb.ServerMessage(request_id=request_id, part_stored=pb.PartStored(num_committed=num_committed))
-        if intake.num_left_out or any(pending.given_up for pending, _ in intake.parts):
+        if intake.num_left_out or any(pending.given_up for pending in intake.blocks):
             error = WriterFailed("a block was given up by another writer meanwhile; commit tells which")
             reply = pb.ServerMessage(request_id=request_id, status=status_of(error))
         await connection.send(reply)
@@ -449,7 +449,7 @@ class StoreService:
                 slot = int(index.slots(np.array([row]))[0])
                 memory = self._store.tier.bytes_of(slot)
                 parts = [memory[begin : begin + size] for begin, size in space.part_ranges]
-                expected = self._store.tier.checksums(slot).tolist()
+                expected = self._store.tier.checksums(slot)
                 if self._settings.checksums and await self._mover.hash(parts) != expected:
                     block = hashes[position].hex()
                     errors[position] = BlockCorrupt(f"block {block[:12]}…: checksum differs; dropped; recompute")

@@ -121,8 +121,8 @@ class Store:
         index = space.index
         before = NONE
         if parent is not None:
-            before = int(index.find([parent])[0])
-            if before == NONE or index.state(before) == State.HOLE:
+            before = index.row(parent)
+            if index.state(before) == State.HOLE:
                 write.outcomes = [Outcome.ORPHAN] * len(hashes)
                 return write
         claimed = mask_of(parts) if parts else space.all_parts
@@ -148,11 +148,11 @@ class Store:
     ) -> tuple[Outcome, int]:
         """The outcome for one block, and its row, which is the parent of the next."""
         space, index = write.space, write.space.index
-        row = int(index.find([block_hash])[0])
-        state = State.HOLE if row == NONE else index.state(row)
-        if state is State.COMMITTED:
+        row = index.row(block_hash)
+        state = index.state(row)
+        if state == State.COMMITTED:
             return Outcome.STORED, row
-        if state is State.WRITING:
+        if state == State.WRITING:
             pending = space.writes.get(row)
             assert pending is not None
             if not space.writes.join(pending, writer=write.id, parts=claimed):
@@ -202,21 +202,18 @@ class Store:
             taken.append(None if pending.given_up else pending)
         if len(set(blocks.tolist())) != len(blocks):
             raise InvalidRequest("blocks: expected each block once, got one twice")
+        numbers: list[int] = parts.tolist()
+        ranges = [write.space.part_ranges[part] for part in numbers]
         copies: list[Copy] = []
-        entries: list[tuple[Pending, int]] = []
-        where = iter(offsets.tolist())
-        for taking in taken:
-            target = None if taking is None else self.tier.bytes_of(taking.slot)
-            for part in parts.tolist():
-                source_offset = next(where)
-                if taking is not None and target is not None:
-                    begin, size = write.space.part_ranges[part]
-                    copies.append(Copy(target, begin, region, source_offset, size))
-                    entries.append((taking, part))
+        for taking, sources in zip(taken, offsets.reshape(len(blocks), len(numbers)).tolist(), strict=True):
             if taking is not None:
                 write.space.writes.take(taking, writer=write.id, parts=wanted)
-        self.counters.bytes_stored += sum(copy.size_bytes for copy in copies)
-        return Intake(write, copies, entries, taken.count(None))
+                target = self.tier.bytes_of(taking.slot)
+                for (begin, size), source in zip(ranges, sources, strict=True):
+                    copies.append(Copy(target, begin, region, source, size))
+        blocks_taken = [taking for taking in taken if taking is not None]
+        self.counters.bytes_stored += sum(sizes) * len(blocks_taken)
+        return Intake(write, copies, blocks_taken, numbers, wanted, taken.count(None))
 
     def _checked_parts(self, write: Write, parts: IntArray) -> list[int]:
         num_parts = write.space.spec.num_parts
@@ -228,17 +225,14 @@ class Store:
     def parts_arrived(self, intake: Intake, checksums: Sequence[int]) -> int:
         """The copies are done; complete blocks are committed. Returns how many are."""
         space = intake.write.space
-        arrived: dict[int, tuple[Pending, int]] = {}
-        for (pending, part), checksum in zip(intake.parts, checksums, strict=True):
-            if not pending.given_up:
-                self.tier.checksums(pending.slot)[part] = checksum
-            _, mask = arrived.get(id(pending), (pending, 0))
-            arrived[id(pending)] = (pending, mask | 1 << part)
         complete: list[Pending] = []
-        for pending, mask in arrived.values():
-            space.writes.arrive(pending, mask)
-            if pending.given_up and not pending.copying:
-                self.tier.arena.free([pending.slot])
+        in_order = iter(checksums)
+        for pending in intake.blocks:
+            self.tier.set_checksums(pending.slot, [(part, next(in_order)) for part in intake.parts])
+            space.writes.arrive(pending, intake.mask)
+            if pending.given_up:
+                if not pending.copying:
+                    self.tier.arena.free([pending.slot])
             elif space.writes.is_complete(pending):
                 complete.append(pending)
         self._commit(space, complete)
@@ -309,8 +303,8 @@ class Store:
 
     def lose(self, space: Space, block_hash: BlockHash) -> None:
         """A committed block whose bytes are wrong is gone, whoever holds it: its readers take a miss."""
-        row = int(space.index.find([block_hash])[0])
-        if row != NONE and space.index.state(row) is State.COMMITTED:
+        row = space.index.row(block_hash)
+        if space.index.state(row) == State.COMMITTED:
             self._room.drop_all(space, np.array([row]))
             self.counters.blocks_lost += 1
 

@@ -1,6 +1,7 @@
 """What the store keeps of each namespace and write, and the plans that it hands out."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
 from kvstore.spec import KVSpec
@@ -62,8 +63,7 @@ class Write:
     pending: dict[int, Pending] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):  # there is one for each part, so it must be cheap to make
     """Bytes to take in: from `source[source_offset:]` to `target[target_offset:]`."""
 
     target: ByteArray
@@ -75,14 +75,16 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Copies of one StorePart, and the (block, part) that each belongs to.
+    """Copies of one StorePart: the grid blocks x parts, all parts of the first block first.
 
-    Blocks of the request that had been given up before are left out.
+    Blocks of the request that had been given up before are left out. `mask` is the set of `parts`.
     """
 
     write: Write
     copies: list[Copy]
-    parts: list[tuple[Pending, int]]
+    blocks: list[Pending]
+    parts: list[int]
+    mask: int
     num_left_out: int
 
 

@@ -133,7 +133,6 @@ def test_a_draining_daemon_refuses_stores_and_sessions_and_goes_on_loading(
 def test_watch_tells_what_is_there_and_then_every_change_in_sequence(
     make_daemon: Callable[..., DaemonProcess], connect: Connect
 ) -> None:
-    """Covers: D1."""
     daemon = make_daemon(cpu_capacity="1MiB")
     client = connect(daemon, KV)
     store(client, HASHES)

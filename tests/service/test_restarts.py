@@ -56,7 +56,6 @@ def test_a_killed_daemon_fails_loads_and_stores_at_once_and_clients_come_back_by
         assert client.boot_id not in (None, boot_id)
         assert client.boot_id == daemon.stats().boot_id
     assert reader.match(HASHES).num_blocks == 0
-    assert load.errors == {} or load.num_blocks == 4
     with writer.store(HASHES) as again:
         again.put_blocks(from_region)
     assert again.outcomes == [Outcome.STORED] * 4
@@ -191,8 +190,10 @@ def test_a_daemon_that_stops_answering_is_noticed(make_daemon: MakeDaemon, conne
     assert client.match(HASHES).num_blocks == 0
 
 
-def test_an_open_breaker_answers_at_once_and_closes_with_the_next_session(make_daemon: MakeDaemon, stack) -> None:
-    """Covers: B1, F2."""
+def test_a_breaker_that_opens_on_the_first_failure_is_closed_by_the_next_session(
+    make_daemon: MakeDaemon, stack
+) -> None:
+    """Covers: B1."""
     daemon = make_daemon(heartbeat_s=0.3)
     options = ClientOptions(timeout_s=DEADLINE_S, breaker_failures=1, breaker_cooldown_s=30)
     client = stack.enter_context(closing(KVClient(daemon.address, KV, options=options)))

@@ -181,3 +181,13 @@ def test_a_block_without_its_parent_is_refused(daemon: DaemonProcess, connect: C
         write.put_blocks(DATA[2:])
     assert write.outcomes == [Outcome.STORED] * 4
     assert client.match(HASHES, lease="").num_blocks == 6
+
+
+def test_a_lookup_of_any_length_is_one_round_trip(daemon: DaemonProcess, connect: Connect) -> None:
+    """Covers: F1. How long it takes is for the benchmarks to say."""
+    client = connect(daemon, KV)
+    before = client.statistics().calls
+    assert client.match([bytes([number]) * 32 for number in range(200)] * 100).num_blocks == 0
+    assert client.statistics().calls == before + 1
+    assert daemon.stats().counters.matches == 1
+    assert daemon.stats().counters.blocks_asked == 20_000

@@ -208,9 +208,8 @@ class StoreMachine(RuleBasedStateMachine):
         slabs, places = slabs_and_places(index.slots(rows))
         for block_hash, row, slab, place in zip(hashes, rows, slabs, places, strict=True):
             opened = self.tier._slabs[int(slab)]  # the raw memory, past the code under test
-            header = opened.headers[place]
-            assert header["hash"].tobytes() == block_hash
-            assert header["generation"] == index.generations(np.array([row]))[0] != 0
+            assert opened.hashes[place].tobytes() == block_hash
+            assert opened.generations[place] == index.generations(np.array([row]))[0] != 0
             expected = block_bytes(SPECS[space], block_hash)
             assert (opened.slots[place][: len(expected)] == expected).all()
 
@@ -235,13 +234,13 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def headers_tell_the_truth(self) -> None:
         """A header shows a generation exactly while its slot holds a block, and no generation names two blocks."""
-        shown = sum(int((slab.headers["generation"] != 0).sum()) for slab in self.tier._slabs.values())
+        shown = sum(int((slab.generations != 0).sum()) for slab in self.tier._slabs.values())
         rows = sum(space.index.count(State.COMMITTED) + space.index.count(State.WRITING) for space in self.spaces)
         assert shown == rows
         for slab in self.tier._slabs.values():
-            for header in slab.headers[slab.headers["generation"] != 0]:
-                known = self.seen_generations.setdefault(int(header["generation"]), header["hash"].tobytes())
-                assert known == header["hash"].tobytes()
+            for place in np.flatnonzero(slab.generations):
+                shown_hash = slab.hashes[place].tobytes()
+                assert self.seen_generations.setdefault(int(slab.generations[place]), shown_hash) == shown_hash
 
 
 TestStoreMachine = StoreMachine.TestCase

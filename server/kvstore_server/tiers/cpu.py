@@ -6,7 +6,7 @@ of its readers has unmapped it (docs/adr/0003). Runs on the daemon's loop, but f
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,19 @@ from kvstore_server.tiers.slab import MAX_SLOTS, SLOT_BITS, SlabArena, place_of,
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """The memory of one slab: its descriptor, headers `[num_slots]`, and slots `[num_slots, slot_bytes]`."""
+    """The memory of one slab: its descriptor, slots `[num_slots, slot_bytes]`, and the columns of its headers."""
 
     fd: int
     memory: ByteArray
-    headers: AnyArray
     slots: ByteArray
+    generations: AnyArray  # [num_slots]
+    hashes: AnyArray  # [num_slots]
+    checksums: AnyArray  # [num_slots, num_parts]
+
+    @classmethod
+    def of(cls, fd: int, memory: ByteArray, layout: SlabLayout) -> "Slab":
+        headers = layout.headers(memory)
+        return cls(fd, memory, layout.slots(memory), headers["generation"], headers["hash"], headers["checksums"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ class CpuTier:
         seal_slab(fd)
         self._page_lock.lock(memory)
         slab = self.arena.open(spec.namespace, num_slots=layout.num_slots, size_bytes=size_bytes)
-        self._slabs[slab] = Slab(fd, memory, layout.headers(memory), layout.slots(memory))
+        self._slabs[slab] = Slab.of(fd, memory, layout)
         self._readers[slab] = set()
         return True
 
@@ -91,14 +98,14 @@ class CpuTier:
 
     def publish(self, slot: int, *, generation: int, block_hash: BlockHash, used_bytes: int) -> None:
         """The slot belongs to this block; a reader that knew another generation takes a miss."""
-        header = self._slabs[slab_of(slot)].headers[place_of(slot)]
-        header["hash"] = block_hash
-        header["generation"] = generation
+        slab, place = self._slabs[slab_of(slot)], place_of(slot)
+        slab.hashes[place] = block_hash
+        slab.generations[place] = generation
         self._used_bytes += used_bytes
 
     def retract(self, slot: int, *, used_bytes: int) -> None:
         """The slot holds nothing; readers take a miss from now on. It is not free yet."""
-        self._slabs[slab_of(slot)].headers["generation"][place_of(slot)] = 0
+        self._slabs[slab_of(slot)].generations[place_of(slot)] = 0
         self._used_bytes -= used_bytes
 
     def bytes_of(self, slot: int) -> ByteArray:
@@ -106,10 +113,16 @@ class CpuTier:
         memory: ByteArray = self._slabs[slab_of(slot)].slots[place_of(slot)]
         return memory
 
-    def checksums(self, slot: int) -> AnyArray:
-        """`[num_parts]` u64 in the header of the slot, to be read and written."""
-        checksums: AnyArray = self._slabs[slab_of(slot)].headers["checksums"][place_of(slot)]
+    def checksums(self, slot: int) -> list[int]:
+        """`[num_parts]`, from the header of the slot."""
+        checksums: list[int] = self._slabs[slab_of(slot)].checksums[place_of(slot)].tolist()
         return checksums
+
+    def set_checksums(self, slot: int, values: Iterable[tuple[int, int]]) -> None:
+        """(part, checksum) pairs are in the header of the slot."""
+        row = self._slabs[slab_of(slot)].checksums[place_of(slot)]
+        for part, checksum in values:
+            row[part] = checksum
 
     def belongs(self, slab: SlabId, namespace: Namespace) -> bool:
         """Whether there is such a slab, and it holds blocks of this namespace."""
