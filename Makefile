@@ -40,7 +40,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 
 types: $(DEV)
-	$(BIN)/mypy $(PACKAGES) $(wildcard tests/typing)
+	$(BIN)/mypy $(PACKAGES) $(wildcard tests/typing/*.py)
 
 imports: $(DEV)
 	$(BIN)/lint-imports --no-logo

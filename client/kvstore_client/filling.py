@@ -81,6 +81,11 @@ class Filling:
         state = "complete" if not self.progress.left else "stopped" if self.stopped else "under way"
         return f"<Filling [{len(self._pieces)} pieces wait, {self.active} active; {self.progress!r}; {state}]>"
 
+    def detach(self) -> None:
+        """Whoever waited for the end is told nothing more, and can go without waiting for the cycle collector."""
+        self._on_over = _tell_nobody
+        self._on_corrupt = _tell_nobody
+
     def begin(self, source: Source, *, errors: dict[int, KVStoreError], writing: IntArray) -> None:
         """Blocks that can be read are scheduled; those in writing are as their parts arrive."""
         progress = self.progress
@@ -253,3 +258,7 @@ class Filling:
         """No copy thread touches the buffers any more: at most one piece of each was waited for."""
         while self.active:
             self.changed.wait()
+
+
+def _tell_nobody(*_: object) -> None:
+    """Stands for the callbacks of a load that is over."""

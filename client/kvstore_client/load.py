@@ -168,6 +168,8 @@ class Load:
             if self._released:
                 return
             self._released = True
+            if not self._filling.active:
+                self._filling.detach()
         self._session.forget(self._request_id)
         if self._session.alive:
             self._session.tell(pb.ClientMessage(release=pb.Release(lease=self.lease)))

@@ -57,6 +57,10 @@ class EvictionPolicy(Protocol):
         """These rows may be evictable now; before, they were not."""
         ...
 
+    def became_childless(self, row: int) -> None:
+        """No block that follows this row is stored any more, so it may be evictable now."""
+        ...
+
     def victims(self, count: int, candidates: Candidates) -> list[int]:
         """Up to `count` rows, in the order in which they were taken from the candidates."""
         ...
@@ -92,6 +96,11 @@ class LRU:
         if covered.any():
             for stamp, row in zip(stamps[covered].tolist(), rows[covered].tolist(), strict=True):
                 heapq.heappush(self._late, (stamp, row))
+
+    def became_childless(self, row: int) -> None:
+        stamp = int(self._stamps[row])
+        if stamp <= self._scanned:
+            heapq.heappush(self._late, (stamp, row))
 
     def victims(self, count: int, candidates: Candidates) -> list[int]:
         taken: list[int] = []

@@ -140,6 +140,7 @@ class Index:
         parent = self._parent_at[row]
         if parent != NONE:
             self._children_at[parent] -= 1
+            self._tell_if_childless(parent)
         return True
 
     # Changes.
@@ -246,7 +247,7 @@ class Index:
     def _tell_if_childless(self, row: int) -> None:
         """The policy knows of a stored row that has lost its last child."""
         if not self._children_at[row]:
-            self._policy.became_unheld(np.array([row]))
+            self._policy.became_childless(row)
 
     def _new_row(self) -> int:
         if not self._unused:
