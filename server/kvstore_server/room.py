@@ -71,7 +71,7 @@ class Room:
         if self.tier.arena.num_lingering or len(self._spaces) < 2:
             return False
         mine = np.flatnonzero(space.index.unheld())
-        oldest = self._ticks.now
+        oldest = self._ticks.now + 1
         if len(mine):
             if self._ticks.now < self._next_look:
                 return False
