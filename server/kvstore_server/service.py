@@ -82,9 +82,14 @@ class Connection:
         self._jobs: set[asyncio.Task[int]] = set()
 
     async def send(self, message: pb.ServerMessage) -> None:
-        """The message is sent; messages of different tasks do not mix."""
+        """The message is sent, unless the stream is over; messages of different tasks do not mix."""
         async with self._turn:
-            await self._context.write(message)
+            try:
+                await self._context.write(message)
+            except Exception:
+                # The client may leave between a copy and its answer: nobody waits for that any more.
+                if not (self._context.done() or self._context.cancelled()):
+                    raise
 
     def post(self, message: pb.ServerMessage) -> None:
         """The teller will send the message."""
