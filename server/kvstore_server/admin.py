@@ -190,7 +190,7 @@ class AdminService:
         for space in self._store.spaces.values():
             rows = space.index.committed()
             for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
-                change = self._store.change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS], stored=True)
+                change = self._store.change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS])
                 events.append(self._journal.event(change, sequence))
         return [*events, self._journal.end_of_snapshot(sequence)]
 

@@ -183,9 +183,7 @@ class Index:
         """Undoes one `lease` of the same rows."""
         np.subtract.at(self._leases, rows, _ONE)
         assert (self._leases[rows] >= 0).all(), "more leases given back than taken"
-        self._policy.became_unheld(rows)
-        for row in rows[self._state[rows] == State.HOLE].tolist():
-            self._forget_if_unused(row)
+        self._let_go(rows)
 
     def pin(self, rows: IntArray) -> None:
         """The blocks are not evicted until `unpin`."""
@@ -193,9 +191,7 @@ class Index:
 
     def unpin(self, rows: IntArray) -> None:
         self._pinned[rows] = False
-        self._policy.became_unheld(rows)
-        for row in rows[self._state[rows] == State.HOLE].tolist():
-            self._forget_if_unused(row)
+        self._let_go(rows)
 
     def touch(self, rows: IntArray) -> None:
         """These blocks, a run of a chain, and all that come before them were just used."""
@@ -216,13 +212,18 @@ class Index:
             self._hashes[row] = None
         self._unused.extend(rows)
         parents = np.unique(self._parent[rows])
-        for parent in parents[parents != NONE].tolist():
-            self._forget_if_unused(parent)
-            if self._state_at[parent] != State.HOLE:
-                self._tell_if_childless(parent)
+        for parent in parents[self.states(parents) == State.HOLE].tolist():
+            if parent != NONE:
+                self._forget_if_unused(parent)
         return hashes, slots
 
     # Inside.
+
+    def _let_go(self, rows: IntArray) -> None:
+        """A lease or a pin of these rows is gone: the policy knows, and holes that nothing else holds are gone."""
+        self._policy.became_unheld(rows)
+        for row in rows[self._state[rows] == State.HOLE].tolist():
+            self._forget_if_unused(row)
 
     def _forget_if_unused(self, row: int) -> None:
         """A hole that nothing holds is gone, and so are the holes before it that it alone held."""

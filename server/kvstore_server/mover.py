@@ -4,7 +4,7 @@ Parts are hashed right after they are copied, while they are in the processor's 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -23,12 +23,12 @@ class Mover:
 
     def __init__(self, *, num_threads: int, checksums: bool) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvstore-mover")
-        self._take = _copy_and_hash if checksums else _copy
+        self._checksum = checksum_of if checksums else _no_checksum
 
     async def take_in(self, copies: Sequence[Copy]) -> list[int]:
         """All copies are done; returns the xxh3 of each, in order. Must not be cancelled: threads cannot be."""
         loop = asyncio.get_running_loop()
-        jobs = [loop.run_in_executor(self._threads, self._take, job) for job in _jobs(copies)]
+        jobs = [loop.run_in_executor(self._threads, _copy, job, self._checksum) for job in _jobs(copies)]
         return [checksum for job in await asyncio.gather(*jobs) for checksum in job]
 
     async def hash(self, parts: Sequence[ByteArray]) -> list[int]:
@@ -58,17 +58,14 @@ def _jobs(copies: Sequence[Copy]) -> list[list[Copy]]:
     return jobs
 
 
-def _copy_and_hash(copies: Sequence[Copy]) -> list[int]:
+def _copy(copies: Sequence[Copy], checksum: Callable[[ByteArray], int]) -> list[int]:
     checksums = []
     for copy in copies:
         source = copy.source[copy.source_offset : copy.source_offset + copy.size_bytes]
         np.copyto(copy.target[copy.target_offset : copy.target_offset + copy.size_bytes], source)
-        checksums.append(checksum_of(source))
+        checksums.append(checksum(source))
     return checksums
 
 
-def _copy(copies: Sequence[Copy]) -> list[int]:
-    for copy in copies:
-        source = copy.source[copy.source_offset : copy.source_offset + copy.size_bytes]
-        np.copyto(copy.target[copy.target_offset : copy.target_offset + copy.size_bytes], source)
-    return [0] * len(copies)
+def _no_checksum(_: ByteArray) -> int:
+    return 0

@@ -105,17 +105,12 @@ class Room:
                 yield int(inside.max()) if len(inside) else 0, slab
 
     def drop_all(self, space: Space, rows: IntArray) -> int:
-        """These committed blocks are gone, leaves first, so that no holes are left; returns how many."""
+        """These committed blocks are gone, whoever holds them, leaves first so that no holes stay; returns how many."""
         rows = rows[np.argsort(space.policy.stamp(rows))]
         hashes = [space.index.hash_of(row) for row in rows.tolist()]
-        for row in rows.tolist():
-            self.drop(space, row)
+        self.free(space, [space.index.drop(row) for row in rows.tolist()])
         self._tell_removed(space, hashes)
         return len(hashes)
-
-    def drop(self, space: Space, row: int) -> None:
-        """The block is gone, whoever holds it: its readers take a miss."""
-        self.free(space, [space.index.drop(row)])
 
     def free(self, space: Space, slots: list[int]) -> None:
         """Readers of these slots take a miss, and the slots can be allocated again."""

@@ -390,14 +390,10 @@ class StoreService:
             raise StoreFull("the store is draining and takes nothing new; skip this save")
         if len(request.parent) not in (0, HASH_BYTES):
             raise InvalidRequest(f"parent: expected {HASH_BYTES} bytes or none, got {len(request.parent)}")
-        parts = unpack_u32(request.parts, name="parts").tolist()
-        num_parts = connection.session.space.spec.num_parts
-        if parts and (max(parts) >= num_parts or len(set(parts)) != len(parts)):
-            raise InvalidRequest(f"parts: expected different ones from 0 to {num_parts - 1}, got {parts[:8]}")
         write = connection.session.reserve(
             parent=BlockHash(request.parent) if request.parent else None,
             hashes=unpack_hashes(request.hashes),
-            parts=parts,
+            parts=unpack_u32(request.parts, name="parts").tolist(),
         )
         return pb.ServerMessage(reserved=pb.Reserved(write_id=write.id, outcomes=bytes(write.outcomes)))
 

@@ -62,11 +62,10 @@ class Store:
 
     def close_space_if_empty(self, space: Space) -> None:
         """A namespace without blocks, which no session uses, is forgotten, and its slabs are given up."""
-        if len(space.index) or any(
-            self.tier.arena.num_used(slab) for slab in self.tier.arena.slabs_of(space.namespace)
-        ):
+        slabs = self.tier.arena.slabs_of(space.namespace)
+        if len(space.index) or any(self.tier.arena.num_used(slab) for slab in slabs):
             return
-        for slab in self.tier.arena.slabs_of(space.namespace):
+        for slab in slabs:
             self._on_slab_closed(slab, self.tier.close_slab(slab))
         del self.spaces[space.namespace]
 
@@ -115,7 +114,11 @@ class Store:
     def reserve(
         self, space: Space, *, parent: BlockHash | None, hashes: Sequence[BlockHash], parts: Sequence[int]
     ) -> Write:
-        """Every block that is new and has room is in writing; the outcomes say what became of each."""
+        """Every block that is new and has room is in writing; the outcomes say what became of each.
+
+        `parts` are those that the writer delivers; none: all. Raises: InvalidRequest, if one does not exist.
+        """
+        claimed = _set_of(parts, space) if parts else space.all_parts
         self._last_write += 1
         write = Write(WriteId(self._last_write), space, list(hashes), [])
         index = space.index
@@ -125,7 +128,6 @@ class Store:
             if index.state(before) == State.HOLE:
                 write.outcomes = [Outcome.ORPHAN] * len(hashes)
                 return write
-        claimed = mask_of(parts) if parts else space.all_parts
         with self._room.held(space, [*([parent] if parent is not None else []), *hashes]):
             missing = int((index.states(index.find(hashes)) == State.HOLE).sum())
             slots = self._room.make(space, missing)
@@ -184,8 +186,10 @@ class Store:
             raise InvalidRequest(
                 f"offsets: expected {len(blocks)} blocks x {len(parts)} parts, at least one, got {len(offsets)}"
             )
-        wanted = mask_of(self._checked_parts(write, parts))
-        sizes = [size for _, size in (write.space.part_ranges[part] for part in parts.tolist())]
+        numbers: list[int] = parts.tolist()
+        wanted = _set_of(numbers, write.space)
+        ranges = [write.space.part_ranges[part] for part in numbers]
+        sizes = [size for _, size in ranges]
         # Compared so that no sum can overflow: an offset may be anything below 2**63.
         if (offsets.reshape(len(blocks), len(parts)) > region.size - np.array(sizes, np.int64)).any():
             raise InvalidRequest(
@@ -202,8 +206,6 @@ class Store:
             taken.append(None if pending.given_up else pending)
         if len(set(blocks.tolist())) != len(blocks):
             raise InvalidRequest("blocks: expected each block once, got one twice")
-        numbers: list[int] = parts.tolist()
-        ranges = [write.space.part_ranges[part] for part in numbers]
         copies: list[Copy] = []
         for taking, sources in zip(taken, offsets.reshape(len(blocks), len(numbers)).tolist(), strict=True):
             if taking is not None:
@@ -214,13 +216,6 @@ class Store:
         blocks_taken = [taking for taking in taken if taking is not None]
         self.counters.bytes_stored += sum(sizes) * len(blocks_taken)
         return Intake(write, copies, blocks_taken, numbers, wanted, taken.count(None))
-
-    def _checked_parts(self, write: Write, parts: IntArray) -> list[int]:
-        num_parts = write.space.spec.num_parts
-        numbers: list[int] = parts.tolist()
-        if len(set(numbers)) != len(numbers) or not all(part < num_parts for part in numbers):
-            raise InvalidRequest(f"parts: expected different ones from 0 to {num_parts - 1}, got {numbers[:8]}")
-        return numbers
 
     def parts_arrived(self, intake: Intake, checksums: Sequence[int]) -> int:
         """The copies are done; complete blocks are committed. Returns how many are."""
@@ -246,7 +241,7 @@ class Store:
         rows = np.array([pending.row for pending in complete], np.int64)
         space.index.commit(rows)
         self.counters.blocks_stored += len(rows)
-        self._on_change(self.change_of(space, rows, stored=True))
+        self._on_change(self.change_of(space, rows))
 
     def finish_write(self, write: Write, *, abort: bool = False) -> int:
         """The writer sends no more; blocks that wait for it (with `abort`: all not committed) are given up.
@@ -308,11 +303,11 @@ class Store:
             self._room.drop_all(space, np.array([row]))
             self.counters.blocks_lost += 1
 
-    def change_of(self, space: Space, rows: IntArray, *, stored: bool) -> Change:
-        """What a watcher is told of these committed blocks."""
+    def change_of(self, space: Space, rows: IntArray) -> Change:
+        """What a watcher is told of these blocks, which are stored."""
         hashes = [space.index.hash_of(row) for row in rows.tolist()]
         parents = [space.index.parent_hash(row) for row in rows.tolist()]
-        return Change(space.namespace, stored, hashes, parents, space.spec.block_tokens)
+        return Change(space.namespace, True, hashes, parents, space.spec.block_tokens)
 
     def validate(self) -> None:
         """Every invariant over indexes, writes and slots holds, else AssertionError. For tests."""
@@ -320,3 +315,11 @@ class Store:
         for space in self.spaces.values():
             space.index.validate()
             assert space.index.count(State.WRITING) == len(space.writes)
+
+
+def _set_of(parts: Sequence[int], space: Space) -> int:
+    """The parts as a set. Raises: InvalidRequest, if one does not exist or comes twice."""
+    num_parts = space.spec.num_parts
+    if len(set(parts)) != len(parts) or not all(part < num_parts for part in parts):
+        raise InvalidRequest(f"parts: expected different ones from 0 to {num_parts - 1}, got {parts[:8]}")
+    return mask_of(parts)

@@ -33,17 +33,21 @@ class Follow:
 
 @dataclass(slots=True)
 class Pending:
-    """One block in writing. `copying` counts copies under way into its slot, which must not be reused before."""
+    """One block in writing. While it is `copying`, its slot must not be used for another."""
 
     row: int
     slot: int
     all_parts: int
     arrived: int = 0
     taking: int = 0  # parts being copied in
-    copying: int = 0
     given_up: bool = False
     owed: dict[WriteId, int] = field(default_factory=dict)  # per writer: parts it claimed, not taken in yet
     followers: list[tuple[Follow, int]] = field(default_factory=list)  # and the index of this block there
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies into its slot are under way."""
+        return self.taking != 0
 
     @property
     def claimed(self) -> int:
@@ -84,12 +88,10 @@ class Writes:
         assert pending.owed[writer] & parts == parts
         pending.owed[writer] &= ~parts
         pending.taking |= parts
-        pending.copying += 1
 
     def arrive(self, pending: Pending, parts: int) -> None:
         """The parts, of one `take`, are in the block's slot."""
         pending.taking &= ~parts
-        pending.copying -= 1
         if pending.given_up:
             return
         pending.arrived |= parts
