@@ -15,16 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from builders import rows
 
 from kvstore.spec import KVSpec
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
-from kvstore.types import ByteArray
+from kvstore.types import BlockHash, ByteArray, Outcome
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import AdminStub, StoreStub
 from kvstore.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, spec_to_proto
+from kvstore_client import KVClient
 
 DEADLINE_S = 20.0  # of everything that must happen some time: generous, because machines are slow
 CHILD = Path(__file__).with_name("child.py")
+
+
+def store(client: KVClient, hashes: list[BlockHash]) -> list[Outcome]:
+    """The blocks, with the bytes that they hold in tests, were offered to the store; what became of each."""
+    with client.store(hashes) as write:
+        write.put_blocks(rows(client.spec, hashes))
+    return write.outcomes
+
 
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),

@@ -7,7 +7,7 @@ import pytest
 from builders import chain, rows, spec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from service.harness import DEADLINE_S, DaemonProcess, eventually
+from service.harness import DEADLINE_S, DaemonProcess, eventually, store
 
 from kvstore.hashing import pack, unpack
 from kvstore.v1 import kvstore_pb2 as pb
@@ -17,12 +17,6 @@ KV = spec(layers=2, bytes_per_part=16384)
 HASHES = chain(6, of=KV)
 
 Connect = Callable[..., KVClient]
-
-
-def store(client: KVClient, hashes: list) -> list[Outcome]:
-    with client.store(hashes) as write:
-        write.put_blocks(rows(client.spec, hashes))
-    return write.outcomes
 
 
 def test_stats_count_what_was_asked_as_hit_or_missed(daemon: DaemonProcess, connect: Connect) -> None:

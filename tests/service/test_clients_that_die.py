@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from builders import chain, rows, spec
-from service.harness import Child, DaemonProcess, eventually
+from service.harness import Child, DaemonProcess, eventually, store
 
 from kvstore_client import BlockRows, KVClient, Outcome, WriterFailed
 
@@ -18,12 +18,6 @@ DATA = rows(KV, HASHES)
 Connect = Callable[..., KVClient]
 MakeChild = Callable[..., Child]
 MakeDaemon = Callable[..., DaemonProcess]
-
-
-def store(client: KVClient, hashes: list, kv=KV) -> list[Outcome]:
-    with client.store(hashes) as write:
-        write.put_blocks(rows(kv, hashes))
-    return write.outcomes
 
 
 def loaded(client: KVClient, hashes: list) -> np.ndarray:

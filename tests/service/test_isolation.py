@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from builders import chain, rows, spec
-from service.harness import DaemonProcess, RawStream, ShmPeer, eventually
+from service.harness import DaemonProcess, RawStream, ShmPeer, eventually, store
 
 from kvstore.hashing import pack
 from kvstore.transport.shm import Op, Request
@@ -24,12 +24,6 @@ HASHES = chain(4, of=KV)
 Connect = Callable[..., KVClient]
 Raw = Callable[..., RawStream]
 Shm = Callable[..., ShmPeer]
-
-
-def store(client: KVClient, hashes: list) -> list[Outcome]:
-    with client.store(hashes) as write:
-        write.put_blocks(rows(client.spec, hashes))
-    return write.outcomes
 
 
 def slab_of(stream: RawStream) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 from builders import chain, rows, spec
-from service.harness import DaemonProcess, RawStream, eventually
+from service.harness import DaemonProcess, RawStream, eventually, store
 
 from kvstore.hashing import pack
 from kvstore.v1 import kvstore_pb2 as pb
@@ -15,12 +15,6 @@ HASHES = chain(6, of=KV)
 DATA = rows(KV, HASHES)
 
 Connect = Callable[..., KVClient]
-
-
-def store(client: KVClient, hashes: list) -> list[Outcome]:
-    with client.store(hashes) as write:
-        write.put_blocks(rows(client.spec, hashes))
-    return write.outcomes
 
 
 def test_the_second_writer_of_a_block_moves_nothing(daemon: DaemonProcess, connect: Connect) -> None:
