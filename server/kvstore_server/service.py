@@ -6,10 +6,9 @@ gives back all it held.
 """
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
 
 import grpc
 import numpy as np
@@ -22,7 +21,6 @@ from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
     SpecMismatch,
-    StoreBug,
     StoreFull,
     StoreUnavailable,
     WriterFailed,
@@ -45,94 +43,19 @@ from kvstore.wire import (
 )
 from kvstore_server.access import authorize
 from kvstore_server.config import Settings
+from kvstore_server.connection import Connection, Context, bug_of
 from kvstore_server.index import State
 from kvstore_server.mover import Mover
 from kvstore_server.session import Session as ClientSession
 from kvstore_server.store import Store
 from kvstore_server.values import Intake
 
-if TYPE_CHECKING:
-    Context = grpc.aio.ServicerContext[pb.ClientMessage, pb.ServerMessage]
-
 log = structlog.get_logger()
 
 MAX_NAME_BYTES: Final = 256
-MAX_COPIES_IN_FLIGHT: Final = 16  # StoreParts of one session; more wait in the stream
 SILENT_HEARTBEATS: Final = 3
 CAPABILITIES: Final = ("follow", "verify")
 CHECKSUMS: Final = "checksums"
-
-
-class Connection:
-    """One stream: its session, and the tasks that serve it."""
-
-    def __init__(self, session: ClientSession, context: "Context", *, now: float, told: asyncio.Event) -> None:
-        self.session = session
-        self.opened_at = now
-        self.heard_at = now
-        self.told = told  # set when the teller has something to send
-        self.ending = ""  # why this side ended the stream
-        reader = asyncio.current_task()
-        assert reader is not None
-        self._reader = reader
-        self._context = context
-        self._posted: list[pb.ServerMessage] = []
-        self._turn = asyncio.Lock()
-        self._copies = asyncio.Semaphore(MAX_COPIES_IN_FLIGHT)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._jobs: set[asyncio.Task[int]] = set()
-
-    async def send(self, message: pb.ServerMessage) -> None:
-        """The message is sent, unless the stream is over; messages of different tasks do not mix."""
-        async with self._turn:
-            # A send fails when the stream is over: the client left, and nobody waits for this any more.
-            with contextlib.suppress(grpc.aio.BaseError):
-                await self._context.write(message)
-
-    def post(self, message: pb.ServerMessage) -> None:
-        """The teller will send the message."""
-        self._posted.append(message)
-        self.told.set()
-
-    def take_posted(self) -> list[pb.ServerMessage]:
-        posted, self._posted = self._posted, []
-        return posted
-
-    def stop_reading(self, reason: str) -> None:
-        """The stream ends from this side, with UNAVAILABLE and this reason."""
-        self.ending = reason
-        self._reader.cancel()
-
-    async def start(self, work: Coroutine[Any, Any, None], *, request_id: int, bounded: bool = False) -> None:
-        """The work goes on beside the reader; waits while too much bounded work is under way."""
-        if bounded:
-            await self._copies.acquire()
-        task = asyncio.create_task(self._guard(work, request_id))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        if bounded:
-            task.add_done_callback(lambda _: self._copies.release())
-
-    async def finish(self, work: Coroutine[Any, Any, int]) -> int:
-        """The work is done; it goes on to its end even if the caller is cancelled, and `stop` waits for it."""
-        job = asyncio.create_task(work)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-        return await asyncio.shield(job)
-
-    async def stop(self) -> None:
-        """No task of this connection runs any more, and copies have been waited for."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._jobs, return_exceptions=True)
-
-    async def _guard(self, work: Coroutine[Any, Any, None], request_id: int) -> None:
-        try:
-            await work
-        except Exception as error:
-            log.exception("request failed: this is a bug of the store", id=request_id)
-            bug = StoreBug(f"request {request_id}: {type(error).__name__}: {error}; report it")
-            await self.send(pb.ServerMessage(request_id=request_id, status=status_of(bug)))
 
 
 class StoreService:
@@ -183,7 +106,7 @@ class StoreService:
 
     # The stream.
 
-    async def Session(self, requests: AsyncIterator[pb.ClientMessage], context: "Context") -> None:
+    async def Session(self, requests: AsyncIterator[pb.ClientMessage], context: Context) -> None:
         """One client's stream, from Hello to its end."""
         try:
             connection = await self._hello(requests, context)
@@ -219,7 +142,7 @@ class StoreService:
         if not any(other.session.space is space for other in self.connections.values()):
             self._store.close_space_if_empty(space)
 
-    async def _hello(self, requests: AsyncIterator[pb.ClientMessage], context: "Context") -> Connection:
+    async def _hello(self, requests: AsyncIterator[pb.ClientMessage], context: Context) -> Connection:
         try:
             first = await asyncio.wait_for(anext(aiter(requests)), self._settings.heartbeat_s * SILENT_HEARTBEATS)
         except (StopAsyncIteration, TimeoutError):
@@ -325,9 +248,7 @@ class StoreService:
         except KVStoreError as error:
             reply = pb.ServerMessage(request_id=message.request_id, status=status_of(error))
         except Exception as error:
-            log.exception("request failed: this is a bug of the store", request=kind, id=message.request_id)
-            bug = StoreBug(f"request {message.request_id} ({kind}): {type(error).__name__}: {error}; report it")
-            reply = pb.ServerMessage(request_id=message.request_id, status=status_of(bug))
+            reply = bug_of(error, message.request_id, kind=kind or "none")
         if reply is not None:
             reply.request_id = message.request_id
             await connection.send(reply)

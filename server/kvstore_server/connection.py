@@ -1,0 +1,97 @@
+"""One client's stream on the daemon's side: sends in turn, and the tasks that serve it."""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, Final, TypeAlias
+
+import grpc
+import structlog
+
+from kvstore.errors import StoreBug
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire import status_of
+from kvstore_server.session import Session
+
+Context: TypeAlias = "grpc.aio.ServicerContext[pb.ClientMessage, pb.ServerMessage]"
+
+log = structlog.get_logger()
+
+MAX_COPIES_IN_FLIGHT: Final = 16  # StoreParts of one session; more wait in the stream
+
+
+class Connection:
+    """One stream: its session, and the tasks that serve it."""
+
+    def __init__(self, session: Session, context: Context, *, now: float, told: asyncio.Event) -> None:
+        self.session = session
+        self.opened_at = now
+        self.heard_at = now
+        self.told = told  # set when the teller has something to send
+        self.ending = ""  # why this side ended the stream
+        reader = asyncio.current_task()
+        assert reader is not None
+        self._reader = reader
+        self._context = context
+        self._posted: list[pb.ServerMessage] = []
+        self._turn = asyncio.Lock()
+        self._copies = asyncio.Semaphore(MAX_COPIES_IN_FLIGHT)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: set[asyncio.Task[int]] = set()
+
+    async def send(self, message: pb.ServerMessage) -> None:
+        """The message is sent, unless the stream is over; messages of different tasks do not mix."""
+        async with self._turn:
+            # A send fails when the stream is over: the client left, and nobody waits for this any more.
+            with contextlib.suppress(grpc.aio.BaseError):
+                await self._context.write(message)
+
+    def post(self, message: pb.ServerMessage) -> None:
+        """The teller will send the message."""
+        self._posted.append(message)
+        self.told.set()
+
+    def take_posted(self) -> list[pb.ServerMessage]:
+        posted, self._posted = self._posted, []
+        return posted
+
+    def stop_reading(self, reason: str) -> None:
+        """The stream ends from this side, with UNAVAILABLE and this reason."""
+        self.ending = reason
+        self._reader.cancel()
+
+    async def start(self, work: Coroutine[Any, Any, None], *, request_id: int, bounded: bool = False) -> None:
+        """The work goes on beside the reader; waits while too much bounded work is under way."""
+        if bounded:
+            await self._copies.acquire()
+        task = asyncio.create_task(self._guard(work, request_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if bounded:
+            task.add_done_callback(lambda _: self._copies.release())
+
+    async def finish(self, work: Coroutine[Any, Any, int]) -> int:
+        """The work is done; it goes on to its end even if the caller is cancelled, and `stop` waits for it."""
+        job = asyncio.create_task(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await asyncio.shield(job)
+
+    async def stop(self) -> None:
+        """No task of this connection runs any more, and copies have been waited for."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._jobs, return_exceptions=True)
+
+    async def _guard(self, work: Coroutine[Any, Any, None], request_id: int) -> None:
+        try:
+            await work
+        except Exception as error:
+            await self.send(bug_of(error, request_id, kind=work.__name__))
+
+
+def bug_of(error: Exception, request_id: int, *, kind: str) -> pb.ServerMessage:
+    """The answer to a request that met a bug of ours, which is in the log. Call it while handling the error."""
+    log.exception("request failed: this is a bug of the store", request=kind, id=request_id)
+    bug = StoreBug(f"request {request_id} ({kind}): {type(error).__name__}: {error}; report it")
+    return pb.ServerMessage(request_id=request_id, status=status_of(bug))
