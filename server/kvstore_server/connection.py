@@ -87,7 +87,7 @@ class Connection:
         try:
             await work
         except Exception as error:
-            await self.send(bug_of(error, request_id, kind=work.__name__))
+            await self.send(bug_of(error, request_id, kind="beside the reader"))
 
 
 def bug_of(error: Exception, request_id: int, *, kind: str) -> pb.ServerMessage:
