@@ -81,6 +81,7 @@ class LRU:
         self._queue: list[tuple[int, int]] = []  # (stamp, row), oldest last
         self._late: list[tuple[int, int]] = []  # the same, for rows that became evictable later: a heap
         self._scanned = 0  # every evictable row with a stamp up to this one is queued
+        self._passed = 0  # the youngest stamp that was handed out or skipped
 
     def resize(self, num_rows: int) -> None:
         self._stamps = np.concatenate([self._stamps, np.zeros(num_rows - len(self._stamps), np.int64)])
@@ -99,7 +100,7 @@ class LRU:
 
     def became_childless(self, row: int) -> None:
         stamp = int(self._stamps[row])
-        if stamp <= self._scanned:
+        if stamp <= self._passed:  # skipped for its child; a younger one has its turn before it
             heapq.heappush(self._late, (stamp, row))
 
     def victims(self, count: int, candidates: Candidates) -> list[int]:
@@ -107,6 +108,7 @@ class LRU:
         while len(taken) < count and (self._queue or self._late or self._scan(candidates)):
             late_is_older = self._late and (not self._queue or self._late[0] < self._queue[-1])
             stamp, row = heapq.heappop(self._late) if late_is_older else self._queue.pop()
+            self._passed = max(self._passed, stamp)
             if stamp == self._stamps[row] and candidates.take(row):
                 taken.append(row)
         return taken
@@ -118,15 +120,16 @@ class LRU:
 
     def _scan(self, candidates: Candidates) -> bool:
         """The oldest rows beyond those scanned before are queued; False if there are none."""
-        rows = np.flatnonzero(candidates.unheld() & (self._stamps > self._scanned))
-        if not len(rows):
+        beyond = candidates.unheld() & (self._stamps > self._scanned)
+        stamps = self._stamps[beyond]
+        if not len(stamps):
             # Nothing can go now. What becomes evictable later must be found, whatever its stamp.
-            self._scanned = self._ticks.now
+            self._scanned = self._passed = self._ticks.now
             return False
-        stamps = self._stamps[rows]
-        count = min(len(rows), SCAN_VICTIMS)
-        oldest = np.argpartition(stamps, count - 1)[:count]
-        oldest = oldest[np.argsort(-stamps[oldest])]
-        self._queue = list(zip(stamps[oldest].tolist(), rows[oldest].tolist(), strict=True))
+        count = min(len(stamps), SCAN_VICTIMS)
+        limit = np.partition(stamps, count - 1)[count - 1]
+        rows = np.flatnonzero(beyond & (self._stamps <= limit))
+        rows = rows[np.argsort(-self._stamps[rows])]
+        self._queue = list(zip(self._stamps[rows].tolist(), rows.tolist(), strict=True))
         self._scanned = self._queue[0][0]
         return True
