@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 import structlog
@@ -14,6 +14,8 @@ from kvstore.wire import status_of
 from kvstore_server.session import Session
 
 Context: TypeAlias = "grpc.aio.ServicerContext[pb.ClientMessage, pb.ServerMessage]"
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -37,7 +39,7 @@ class Connection:
         self._turn = asyncio.Lock()
         self._copies = asyncio.Semaphore(MAX_COPIES_IN_FLIGHT)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._jobs: set[asyncio.Task[int]] = set()
+        self._jobs: set[asyncio.Task[Any]] = set()
 
     async def send(self, message: pb.ServerMessage) -> None:
         """The message is sent, unless the stream is over; messages of different tasks do not mix."""
@@ -70,7 +72,7 @@ class Connection:
         if bounded:
             task.add_done_callback(lambda _: self._copies.release())
 
-    async def finish(self, work: Coroutine[Any, Any, int]) -> int:
+    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """The work is done; it goes on to its end even if the caller is cancelled, and `stop` waits for it."""
         job = asyncio.create_task(work)
         self._jobs.add(job)

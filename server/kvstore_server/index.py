@@ -98,10 +98,12 @@ class Index:
         assert block_hash is not None, f"row {row} is unused"
         return block_hash
 
-    def parent_hash(self, row: int) -> BlockHash | None:
-        """The hash of the block before this one; None for a block that starts a chain."""
-        parent = int(self._parent[row])
-        return None if parent == NONE else self.hash_of(parent)
+    def hashes_of(self, rows: IntArray) -> list[BlockHash]:
+        return [self.hash_of(row) for row in rows.tolist()]
+
+    def parent_hashes(self, rows: IntArray) -> list[BlockHash | None]:
+        """The hash of the block before each of these; None for one that starts a chain."""
+        return [None if parent == NONE else self.hash_of(parent) for parent in self._parent[rows].tolist()]
 
     def committed(self) -> IntArray:
         """Rows of all committed blocks."""
@@ -145,21 +147,31 @@ class Index:
 
     # Changes.
 
-    def insert(self, block_hash: BlockHash, *, parent: int, slot: int, generation: int) -> int:
-        """The block is being written into this slot; returns its row. It was unknown or a hole."""
-        row = self._rows.get(block_hash, NONE)
-        if row == NONE:
-            row = self._new_row()
-            self._rows[block_hash] = row
-            self._hashes[row] = block_hash
-            self._parent_at[row] = parent
-            if parent != NONE:
-                self._children_at[parent] += 1
-        assert self._state_at[row] == State.HOLE, "only a hole can be filled"
-        self._state_at[row] = State.WRITING
-        self._slot_at[row] = slot
-        self._generation_at[row] = generation
-        return row
+    def insert(
+        self, hashes: Sequence[BlockHash], *, parent: int, slots: IntArray, generations: IntArray
+    ) -> tuple[IntArray, IntArray]:
+        """Those of a run of a chain that have no bytes are being written, each into its slot, in order.
+
+        `parent` is the row before the run, or NONE; no hash comes twice. Returns the rows of all, and the
+        positions of those that are being written from now on, as many as there are slots.
+        """
+        rows = self.find(hashes)
+        unknown = np.flatnonzero(rows == NONE)
+        if len(unknown):
+            new = self._new_rows(len(unknown))
+            rows[unknown] = new
+            for position, row in zip(unknown.tolist(), new, strict=True):
+                self._hashes[row] = block_hash = hashes[position]
+                self._rows[block_hash] = row
+            parents = np.concatenate([[parent], rows[:-1]])[unknown]
+            self._parent[new] = parents
+            np.add.at(self._children, parents[parents != NONE], _ONE)
+        begun = np.flatnonzero(self._state[rows] == State.HOLE)
+        filled = rows[begun]
+        self._state[filled] = State.WRITING
+        self._slot[filled] = slots
+        self._generation[filled] = generations
+        return rows, begun
 
     def commit(self, rows: IntArray) -> None:
         """The blocks are immutable, and a match counts them."""
@@ -167,13 +179,11 @@ class Index:
         self._state[rows] = State.COMMITTED
         self._policy.became_unheld(rows)
 
-    def drop(self, row: int) -> int:
-        """The block has no bytes any more, whoever holds it; returns the slot it was in."""
+    def drop(self, row: int) -> None:
+        """The block has no bytes any more, whoever holds it."""
         assert self._state_at[row] != State.HOLE
         self._state_at[row] = State.HOLE
-        slot: int = self._slot_at[row]
         self._forget_if_unused(row)
-        return slot
 
     def lease(self, rows: IntArray) -> None:
         """The blocks stay where they are until `unlease`; a row may come twice."""
@@ -196,26 +206,26 @@ class Index:
     def touch(self, rows: IntArray) -> None:
         """These blocks, a run of a chain, and all that come before them were just used."""
         before = []
-        row = int(self._parent[rows[0]])
+        row = self._parent_at[int(rows[0])]
         while row != NONE:
             before.append(row)
-            row = int(self._parent[row])
+            row = self._parent_at[row]
         self._policy.touch(np.concatenate([np.array(before[::-1], np.int64), rows]))
 
-    def evict(self, count: int) -> tuple[list[BlockHash], list[int]]:
+    def evict(self, count: int) -> tuple[list[BlockHash], IntArray]:
         """Up to `count` blocks that nothing holds are gone, as the policy orders; their hashes and slots."""
         rows = self._policy.victims(count, self)
-        hashes = [self.hash_of(row) for row in rows]
-        slots: list[int] = self._slot[rows].tolist()
+        gone = np.array(rows, np.int64)
+        hashes = self.hashes_of(gone)
         for row, block_hash in zip(rows, hashes, strict=True):
             del self._rows[block_hash]
             self._hashes[row] = None
         self._unused.extend(rows)
-        parents = np.unique(self._parent[rows])
-        for parent in parents[self.states(parents) == State.HOLE].tolist():
+        left = np.setdiff1d(self._parent[gone], gone)
+        for parent in left[self.states(left) == State.HOLE].tolist():
             if parent != NONE:
                 self._forget_if_unused(parent)
-        return hashes, slots
+        return hashes, self.slots(gone)
 
     # Inside.
 
@@ -250,10 +260,12 @@ class Index:
         if not self._children_at[row]:
             self._policy.became_childless(row)
 
-    def _new_row(self) -> int:
-        if not self._unused:
+    def _new_rows(self, count: int) -> list[int]:
+        while len(self._unused) < count:
             self._grow(2 * len(self._hashes))
-        return self._unused.pop()
+        rows = self._unused[: -count - 1 : -1]
+        del self._unused[-count:]
+        return rows
 
     def _grow(self, num_rows: int) -> None:
         old = len(self._hashes)
@@ -267,8 +279,6 @@ class Index:
         self._leases_at = self._leases.data
         self._children_at = self._children.data
         self._parent_at = self._parent.data
-        self._slot_at = self._slot.data
-        self._generation_at = self._generation.data
         self._hashes.extend(repeat(None, more))
         self._unused.extend(range(num_rows - 1, old - 1, -1))
         self._policy.resize(num_rows)

@@ -1,18 +1,15 @@
-"""Moves bytes, in threads that do not hold the interpreter while they copy; decides nothing.
-
-Parts are hashed right after they are copied, while they are in the processor's cache.
-"""
+"""Moves bytes, in threads that do not hold the interpreter while they copy; decides nothing."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
-import xxhash
 
-from kvstore.types import ByteArray
-from kvstore_server.values import Copy
+from kvstore.transport.memory import copy_and_hash_pieces, copy_pieces, hash_pieces
+from kvstore.types import AnyArray, IntArray
+from kvstore_server.values import Copies
 
 # A job is cut at this size, so that the copies of several sessions take turns.
 JOB_BYTES: Final = 8 << 20
@@ -23,49 +20,40 @@ class Mover:
 
     def __init__(self, *, num_threads: int, checksums: bool) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvstore-mover")
-        self._checksum = checksum_of if checksums else _no_checksum
+        self._checksums = checksums
 
-    async def take_in(self, copies: Sequence[Copy]) -> list[int]:
-        """All copies are done; returns the xxh3 of each, in order. Must not be cancelled: threads cannot be."""
-        loop = asyncio.get_running_loop()
-        jobs = [loop.run_in_executor(self._threads, _copy, job, self._checksum) for job in _jobs(copies)]
-        return [checksum for job in await asyncio.gather(*jobs) for checksum in job]
+    async def take_in(self, copies: Copies) -> AnyArray:
+        """All copies are done; returns `[n]` xxh3. Must not be cancelled: threads cannot be."""
+        return await self._in_threads(copies.sizes, lambda job: self._copy(copies, job))
 
-    async def hash(self, parts: Sequence[ByteArray]) -> list[int]:
-        """The xxh3 of each, in order."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: [checksum_of(part) for part in parts])
+    async def hash(self, addresses: IntArray, sizes: IntArray) -> AnyArray:
+        """`[n]`: the xxh3 of each piece of memory, which must stay mapped. Must not be cancelled."""
+        return await self._in_threads(sizes, lambda job: hash_pieces(addresses[job], sizes[job]))
 
     def close(self) -> None:
         """Copies under way are done, and the threads gone."""
         self._threads.shutdown(wait=True)
 
+    def _copy(self, copies: Copies, job: slice) -> AnyArray:
+        pieces = copies.targets[job], copies.sources[job], copies.sizes[job]
+        if self._checksums:
+            return copy_and_hash_pieces(*pieces)
+        copy_pieces(*pieces)
+        return np.zeros(len(pieces[0]), np.uint64)
 
-def checksum_of(part: ByteArray) -> int:
-    """xxh3-64 of the bytes of a part."""
-    return xxhash.xxh3_64_intdigest(part.data)
-
-
-def _jobs(copies: Sequence[Copy]) -> list[list[Copy]]:
-    jobs: list[list[Copy]] = []
-    room = 0
-    for copy in copies:
-        if room < copy.size_bytes or not jobs:
-            jobs.append([])
-            room = JOB_BYTES
-        jobs[-1].append(copy)
-        room -= copy.size_bytes
-    return jobs
+    async def _in_threads(self, sizes: IntArray, work: Callable[[slice], AnyArray]) -> AnyArray:
+        loop = asyncio.get_running_loop()
+        jobs = [loop.run_in_executor(self._threads, work, job) for job in cut(sizes)]
+        done = await asyncio.gather(*jobs)
+        return np.concatenate(done) if done else np.zeros(0, np.uint64)
 
 
-def _copy(copies: Sequence[Copy], checksum: Callable[[ByteArray], int]) -> list[int]:
-    checksums = []
-    for copy in copies:
-        source = copy.source[copy.source_offset : copy.source_offset + copy.size_bytes]
-        np.copyto(copy.target[copy.target_offset : copy.target_offset + copy.size_bytes], source)
-        checksums.append(checksum(source))
-    return checksums
-
-
-def _no_checksum(_: ByteArray) -> int:
-    return 0
+def cut(sizes: IntArray) -> Iterator[slice]:
+    """Runs of pieces of at most JOB_BYTES, or of one larger piece."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(sizes):
+        before = ends[first] - sizes[first]
+        last = max(first + 1, int(np.searchsorted(ends, before + JOB_BYTES, side="right")))
+        yield slice(first, last)
+        first = last

@@ -38,9 +38,8 @@ class Room:
         self._next_look = 0
 
     @contextmanager
-    def held(self, space: Space, hashes: list[BlockHash]) -> Iterator[None]:
-        """None of these blocks is evicted in the meantime."""
-        rows = space.index.find(hashes)
+    def held(self, space: Space, rows: IntArray) -> Iterator[None]:
+        """None of these blocks, where NONE stands for no block, is evicted in the meantime."""
         rows = rows[rows != NONE]
         space.index.lease(rows)
         try:
@@ -48,20 +47,21 @@ class Room:
         finally:
             space.index.unlease(rows)
 
-    def make(self, space: Space, count: int) -> list[int]:
+    def make(self, space: Space, count: int) -> IntArray:
         """Up to `count` slots: free ones, then a new slab, a slab of a colder namespace, the oldest blocks."""
         arena = self.tier.arena
-        slots = arena.allocate(space.namespace, count)
-        while len(slots) < count and self.tier.open_slab(space.spec, space.layout):
-            slots += arena.allocate(space.namespace, count - len(slots))
-        while len(slots) < count and self.take_over_slab(space):
-            slots += arena.allocate(space.namespace, count - len(slots))
-        evicted, freed = space.index.evict(count - len(slots))
-        self.free(space, freed)
-        slots += arena.allocate(space.namespace, len(freed))
-        self.counters.blocks_evicted += len(evicted)
-        self._tell_removed(space, evicted)
-        return slots
+        found = [arena.allocate(space.namespace, count)]
+        missing = count - len(found[0])
+        while missing and (self.tier.open_slab(space.spec, space.layout) or self.take_over_slab(space)):
+            found.append(arena.allocate(space.namespace, missing))
+            missing -= len(found[-1])
+        if missing:
+            evicted, freed = space.index.evict(missing)
+            self.free(space, freed)
+            found.append(arena.allocate(space.namespace, len(freed)))
+            self.counters.blocks_evicted += len(evicted)
+            self._tell_removed(space, evicted)
+        return np.concatenate(found)
 
     def take_over_slab(self, space: Space) -> bool:
         """The namespace has one more slab, taken from one whose every block is older than all of ours.
@@ -107,15 +107,16 @@ class Room:
     def drop_all(self, space: Space, rows: IntArray) -> int:
         """These committed blocks are gone, whoever holds them, leaves first so that no holes stay; returns how many."""
         rows = rows[np.argsort(space.policy.stamp(rows))]
-        hashes = [space.index.hash_of(row) for row in rows.tolist()]
-        self.free(space, [space.index.drop(row) for row in rows.tolist()])
+        hashes, slots = space.index.hashes_of(rows), space.index.slots(rows)
+        for row in rows.tolist():
+            space.index.drop(row)
+        self.free(space, slots)
         self._tell_removed(space, hashes)
         return len(hashes)
 
-    def free(self, space: Space, slots: list[int]) -> None:
+    def free(self, space: Space, slots: IntArray) -> None:
         """Readers of these slots take a miss, and the slots can be allocated again."""
-        for slot in slots:
-            self.tier.retract(slot, used_bytes=space.spec.block_bytes)
+        self.tier.retract(slots, used_bytes=space.spec.block_bytes)
         self.tier.arena.free(slots)
 
     def _tell_removed(self, space: Space, hashes: list[BlockHash]) -> None:

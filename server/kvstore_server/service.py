@@ -26,7 +26,7 @@ from kvstore.errors import (
     WriterFailed,
 )
 from kvstore.spec import KVSpec
-from kvstore.types import HASH_BYTES, BlockHash, BootId, SessionId, SlabId
+from kvstore.types import HASH_BYTES, AnyArray, BlockHash, BootId, IntArray, SessionId, SlabId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import (
     MAX_HASHES,
@@ -48,7 +48,7 @@ from kvstore_server.index import State
 from kvstore_server.mover import Mover
 from kvstore_server.session import Session as ClientSession
 from kvstore_server.store import Store
-from kvstore_server.values import Intake
+from kvstore_server.values import Intake, Space
 
 log = structlog.get_logger()
 
@@ -356,31 +356,42 @@ class StoreService:
         await connection.start(self._check(connection, request_id, hashes), request_id=request_id, bounded=True)
 
     async def _check(self, connection: Connection, request_id: int, hashes: list[BlockHash]) -> None:
-        space, index = connection.session.space, connection.session.space.index
-        rows = index.find(hashes)
-        errors: dict[int, KVStoreError] = {}
-        for position in np.flatnonzero(index.states(rows) != State.COMMITTED).tolist():
-            errors[position] = BlockMissing(f"block {hashes[position].hex()[:12]}…: not stored; recompute")
-        checked = [position for position in range(len(hashes)) if position not in errors]
-        held = rows[checked]
-        index.lease(held)
-        try:
-            for position, row in zip(checked, held.tolist(), strict=True):
-                slot = int(index.slots(np.array([row]))[0])
-                memory = self._store.tier.bytes_of(slot)
-                parts = [memory[begin : begin + size] for begin, size in space.part_ranges]
-                expected = self._store.tier.checksums(slot)
-                if self._settings.checksums and await self._mover.hash(parts) != expected:
-                    block = hashes[position].hex()
-                    errors[position] = BlockCorrupt(f"block {block[:12]}…: checksum differs; dropped; recompute")
-                    log.error("block lost: its bytes do not match their checksum", block=block)
-                    self._store.lose(space, hashes[position])
-        finally:
-            index.unlease(held)
+        errors = await connection.finish(self._drop_corrupt(connection.session.space, hashes))
         reply = pb.Verified(
             errors=[pb.BlockError(index=position, status=status_of(error)) for position, error in errors.items()]
         )
         await connection.send(pb.ServerMessage(request_id=request_id, verified=reply))
+
+    async def _drop_corrupt(self, space: Space, hashes: list[BlockHash]) -> dict[int, KVStoreError]:
+        """Blocks that do not match their checksums are dropped; errors of these, and of those not stored."""
+        rows = space.index.find(hashes)
+        committed = space.index.states(rows) == State.COMMITTED
+        errors: dict[int, KVStoreError] = {}
+        for position in np.flatnonzero(~committed).tolist():
+            errors[position] = BlockMissing(f"block {hashes[position].hex()[:12]}…: not stored; recompute")
+        if not self._settings.checksums:
+            return errors
+        checked, held = np.flatnonzero(committed), rows[committed]
+        space.index.lease(held)
+        try:
+            for position in checked[await self._differ(space, held)].tolist():
+                block = hashes[position].hex()
+                errors[position] = BlockCorrupt(f"block {block[:12]}…: checksum differs; dropped; recompute")
+                log.error("block lost: its bytes do not match their checksum", block=block)
+                self._store.lose(space, hashes[position])
+        finally:
+            space.index.unlease(held)
+        return errors
+
+    async def _differ(self, space: Space, rows: IntArray) -> AnyArray:
+        """`[n]` bool: which of these blocks, which are leased, do not match the checksums in their headers."""
+        tier, slots = self._store.tier, space.index.slots(rows)
+        begins, sizes = np.array(space.part_ranges, np.int64).T
+        addresses = (tier.addresses(slots)[:, None] + begins).ravel()
+        found = await self._mover.hash(addresses, np.tile(sizes, len(slots)))
+        expected = tier.checksums(slots, num_parts=space.spec.num_parts)
+        differ: AnyArray = (found.reshape(expected.shape) != expected).any(axis=1)
+        return differ
 
     async def _drop_regions(self, connection: Connection, _: int, request: pb.DropRegions) -> pb.ServerMessage:
         connection.session.drop_regions(request.regions)

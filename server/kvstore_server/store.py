@@ -10,12 +10,25 @@ import numpy as np
 
 from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, WriterFailed
 from kvstore.spec import KVSpec
-from kvstore.types import BlockHash, ByteArray, IntArray, Location, Namespace, Outcome, SessionId, SlabId, WriteId
+from kvstore.transport.memory import address_of
+from kvstore.types import (
+    HASH_BYTES,
+    AnyArray,
+    BlockHash,
+    ByteArray,
+    IntArray,
+    Location,
+    Namespace,
+    Outcome,
+    SessionId,
+    SlabId,
+    WriteId,
+)
 from kvstore_server.eviction import LRU, Ticks
 from kvstore_server.index import NONE, Index, State
 from kvstore_server.room import Room
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
-from kvstore_server.values import Change, Copy, Counters, Intake, Loaded, Space, Write
+from kvstore_server.values import Change, Copies, Counters, Intake, Loaded, Space, Write
 from kvstore_server.writes import Follow, Pending, mask_of, parts_of
 
 
@@ -96,9 +109,7 @@ class Store:
             elif follow is None:
                 errors[index] = WriterFailed(f"block {name}…: still being written; match again, or follow")
             else:
-                pending = space.writes.get(int(rows[index]))
-                assert pending is not None
-                space.writes.follow(pending, follow, index)
+                space.writes.follow(space.writes.of(int(rows[index])), follow, index)
                 writing.append(index)
                 served[index] = True
         leased = rows[served]
@@ -119,60 +130,51 @@ class Store:
         `parts` are those that the writer delivers; none: all. Raises: InvalidRequest, if one does not exist.
         """
         claimed = _set_of(parts, space) if parts else space.all_parts
+        if len(set(hashes)) != len(hashes):
+            raise InvalidRequest("hashes: expected each block once, got one twice; store each block once")
         self._last_write += 1
-        write = Write(WriteId(self._last_write), space, list(hashes), [])
-        index = space.index
-        before = NONE
-        if parent is not None:
-            before = index.row(parent)
-            if index.state(before) == State.HOLE:
-                write.outcomes = [Outcome.ORPHAN] * len(hashes)
-                return write
-        with self._room.held(space, [*([parent] if parent is not None else []), *hashes]):
-            missing = int((index.states(index.find(hashes)) == State.HOLE).sum())
-            slots = self._room.make(space, missing)
-            for position, block_hash in enumerate(hashes):
-                outcome, before = self._reserve_one(write, position, block_hash, before, claimed, slots)
-                write.outcomes.append(outcome)
-                if outcome is Outcome.FULL:
-                    rest = len(hashes) - position - 1
-                    write.outcomes.extend([Outcome.FULL] * rest)
-                    self.counters.blocks_refused += rest + 1
-                    break
-            self.tier.arena.free(slots)
-            known = index.find(hashes[: len(hashes) - write.outcomes.count(Outcome.FULL)])
-            if len(known):
-                index.touch(known)
+        write = Write(WriteId(self._last_write), space, list(hashes), [Outcome.STORED] * len(hashes))
+        before = NONE if parent is None else space.index.row(parent)
+        if parent is not None and space.index.state(before) == State.HOLE:
+            write.outcomes = [Outcome.ORPHAN] * len(hashes)
+            return write
+        known = space.index.find(hashes)
+        with self._room.held(space, np.append(known, before)):
+            missing = np.flatnonzero(space.index.states(known) == State.HOLE)
+            slots = self._room.make(space, len(missing))
+            num_refused = 0
+            if len(slots) < len(missing):
+                num_refused = len(hashes) - int(missing[len(slots)])
+                write.outcomes[-num_refused:] = [Outcome.FULL] * num_refused
+                self.counters.blocks_refused += num_refused
+            self._begin(write, len(hashes) - num_refused, before, claimed, slots)
         return write
 
-    def _reserve_one(
-        self, write: Write, position: int, block_hash: BlockHash, before: int, claimed: int, slots: list[int]
-    ) -> tuple[Outcome, int]:
-        """The outcome for one block, and its row, which is the parent of the next."""
-        space, index = write.space, write.space.index
-        row = index.row(block_hash)
-        state = index.state(row)
-        if state == State.COMMITTED:
-            return Outcome.STORED, row
-        if state == State.WRITING:
-            pending = space.writes.get(row)
-            assert pending is not None
-            if not space.writes.join(pending, writer=write.id, parts=claimed):
-                return Outcome.WRITING, row
+    def _begin(self, write: Write, count: int, before: int, claimed: int, slots: IntArray) -> None:
+        """The first `count` blocks of the write, for which there are just enough slots, are in writing or stored."""
+        if not count:
+            return
+        space, hashes = write.space, write.hashes[:count]
+        generations = np.arange(self._last_generation + 1, self._last_generation + 1 + len(slots))
+        self._last_generation += len(slots)
+        rows, begun = space.index.insert(hashes, parent=before, slots=slots, generations=generations)
+        records = np.frombuffer(b"".join(hashes), f"V{HASH_BYTES}")
+        self.tier.publish(slots, generations=generations, hashes=records[begun], used_bytes=space.spec.block_bytes)
+        in_writing = np.flatnonzero(space.index.states(rows) == State.WRITING).tolist()
+        slot_of = dict(zip(begun.tolist(), slots.tolist(), strict=True))
+        all_parts = space.all_parts
+        for position, row in zip(in_writing, rows[in_writing].tolist(), strict=True):
+            slot = slot_of.get(position)
+            if slot is not None:
+                pending = space.writes.begin(row=row, slot=slot, all_parts=all_parts, writer=write.id, parts=claimed)
+            else:
+                pending = space.writes.of(row)
+                if not space.writes.join(pending, writer=write.id, parts=claimed):
+                    write.outcomes[position] = Outcome.WRITING
+                    continue
             write.pending[position] = pending
-            return Outcome.NEW, row
-        if not slots:
-            return Outcome.FULL, before
-        slot = slots.pop()
-        self._last_generation += 1
-        row = index.insert(block_hash, parent=before, slot=slot, generation=self._last_generation)
-        self.tier.publish(
-            slot, generation=self._last_generation, block_hash=block_hash, used_bytes=space.spec.block_bytes
-        )
-        write.pending[position] = space.writes.begin(
-            row=row, slot=slot, all_parts=space.all_parts, writer=write.id, parts=claimed
-        )
-        return Outcome.NEW, row
+            write.outcomes[position] = Outcome.NEW
+        space.index.touch(rows)
 
     def plan_intake(
         self, write: Write, *, blocks: IntArray, parts: IntArray, region: ByteArray, offsets: IntArray
@@ -206,28 +208,30 @@ class Store:
             taken.append(None if pending.given_up else pending)
         if len(set(blocks.tolist())) != len(blocks):
             raise InvalidRequest("blocks: expected each block once, got one twice")
-        copies: list[Copy] = []
-        for taking, sources in zip(taken, offsets.reshape(len(blocks), len(numbers)).tolist(), strict=True):
-            if taking is not None:
-                write.space.writes.take(taking, writer=write.id, parts=wanted)
-                target = self.tier.bytes_of(taking.slot)
-                for (begin, size), source in zip(ranges, sources, strict=True):
-                    copies.append(Copy(target, begin, region, source, size))
-        blocks_taken = [taking for taking in taken if taking is not None]
-        self.counters.bytes_stored += sum(sizes) * len(blocks_taken)
-        return Intake(write, copies, blocks_taken, numbers, wanted, taken.count(None))
+        pendings = [taking for taking in taken if taking is not None]
+        for pending in pendings:
+            write.space.writes.take(pending, writer=write.id, parts=wanted)
+        kept = np.array([taking is not None for taking in taken])
+        slots = np.array([pending.slot for pending in pendings], np.int64)
+        begins = np.array([begin for begin, _ in ranges], np.int64)
+        copies = Copies(
+            targets=(self.tier.addresses(slots)[:, None] + begins).ravel(),
+            sources=(offsets.reshape(len(blocks), len(parts))[kept] + address_of(region)).ravel(),
+            sizes=np.tile(np.array(sizes, np.int64), len(pendings)),
+            region=region,
+        )
+        self.counters.bytes_stored += sum(sizes) * len(pendings)
+        return Intake(write, copies, pendings, slots, numbers, wanted, taken.count(None))
 
-    def parts_arrived(self, intake: Intake, checksums: Sequence[int]) -> int:
-        """The copies are done; complete blocks are committed. Returns how many are."""
+    def parts_arrived(self, intake: Intake, checksums: AnyArray) -> int:
+        """The copies are done, `[n]` checksums taken; complete blocks are committed. Returns how many are."""
         space = intake.write.space
         complete: list[Pending] = []
-        in_order = iter(checksums)
+        self.tier.set_checksums(intake.slots, intake.parts, checksums.reshape(-1, len(intake.parts)))
         for pending in intake.blocks:
-            self.tier.set_checksums(pending.slot, [(part, next(in_order)) for part in intake.parts])
             space.writes.arrive(pending, intake.mask)
             if pending.given_up:
-                if not pending.copying:
-                    self.tier.arena.free([pending.slot])
+                self._free_if_idle(pending)
             elif space.writes.is_complete(pending):
                 complete.append(pending)
         self._commit(space, complete)
@@ -250,8 +254,8 @@ class Store:
         """
         given_up = 0
         for pending in write.pending.values():
-            if write.space.writes.get(pending.row) is not pending:
-                continue  # committed, or given up before
+            if not write.space.writes.has(pending):
+                continue
             if abort or pending.owed.get(write.id, 0):
                 self._give_up(write.space, pending)
                 given_up += 1
@@ -274,10 +278,14 @@ class Store:
     def _give_up(self, space: Space, pending: Pending) -> None:
         space.writes.give_up(pending)
         space.index.drop(pending.row)
-        self.tier.retract(pending.slot, used_bytes=space.spec.block_bytes)
-        if not pending.copying:
-            self.tier.arena.free([pending.slot])
+        self.tier.retract(np.array([pending.slot]), used_bytes=space.spec.block_bytes)
+        self._free_if_idle(pending)
         self.counters.blocks_aborted += 1
+
+    def _free_if_idle(self, pending: Pending) -> None:
+        """The slot of a block that was given up is free, once no copy into it is under way."""
+        if not pending.copying:
+            self.tier.arena.free(np.array([pending.slot]))
 
     # Removing.
 
@@ -305,8 +313,7 @@ class Store:
 
     def change_of(self, space: Space, rows: IntArray) -> Change:
         """What a watcher is told of these blocks, which are stored."""
-        hashes = [space.index.hash_of(row) for row in rows.tolist()]
-        parents = [space.index.parent_hash(row) for row in rows.tolist()]
+        hashes, parents = space.index.hashes_of(rows), space.index.parent_hashes(rows)
         return Change(space.namespace, True, hashes, parents, space.spec.block_tokens)
 
     def validate(self) -> None:

@@ -1,7 +1,6 @@
 """What the store keeps of each namespace and write, and the plans that it hands out."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
 from kvstore.spec import KVSpec
@@ -63,14 +62,14 @@ class Write:
     pending: dict[int, Pending] = field(default_factory=dict)
 
 
-class Copy(NamedTuple):  # there is one for each part, so it must be cheap to make
-    """Bytes to take in: from `source[source_offset:]` to `target[target_offset:]`."""
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Bytes to take in: `sizes[i]` at address `sources[i]`, which is in `region`, to `targets[i]`, in slots in use."""
 
-    target: ByteArray
-    target_offset: int
-    source: ByteArray
-    source_offset: int
-    size_bytes: int
+    targets: IntArray
+    sources: IntArray
+    sizes: IntArray
+    region: ByteArray  # stays mapped as long as this refers to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,9 @@ class Intake:
     """
 
     write: Write
-    copies: list[Copy]
+    copies: Copies
     blocks: list[Pending]
+    slots: IntArray  # of the blocks
     parts: list[int]
     mask: int
     num_left_out: int

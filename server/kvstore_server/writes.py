@@ -31,7 +31,7 @@ class Follow:
         return f"<Follow {self.request_id} [{len(self.open_indices)} open, {len(self.arrived)} to tell]>"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pending:
     """One block in writing. While it is `copying`, its slot must not be used for another."""
 
@@ -67,8 +67,13 @@ class Writes:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def get(self, row: int) -> Pending | None:
-        return self._pending.get(row)
+    def of(self, row: int) -> Pending:
+        """The block of this row, which is in writing."""
+        return self._pending[row]
+
+    def has(self, pending: Pending) -> bool:
+        """Whether the block is still in writing: neither committed nor given up."""
+        return self._pending.get(pending.row) is pending
 
     def begin(self, *, row: int, slot: int, all_parts: int, writer: WriteId, parts: int) -> Pending:
         """The block waits for `all_parts`, of which this writer owes `parts`."""

@@ -6,15 +6,18 @@ of its readers has unmapped it (docs/adr/0003). Runs on the daemon's loop, but f
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kvstore.spec import KVSpec
+from kvstore.transport.memory import address_of
 from kvstore.transport.shm import SlabLayout, create_memfd, populate, seal_slab
-from kvstore.types import AnyArray, BlockHash, ByteArray, IntArray, Namespace, SessionId, SlabId
+from kvstore.types import AnyArray, ByteArray, IntArray, Namespace, SessionId, SlabId
 from kvstore_server.tiers.pinning import PageLock
-from kvstore_server.tiers.slab import MAX_SLOTS, SLOT_BITS, SlabArena, place_of, slab_of
+from kvstore_server.tiers.slab import MAX_SLOTS, SLOT_BITS, SlabArena
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +99,49 @@ class CpuTier:
         self._forget_if_unread(slab)
         return readers
 
-    def publish(self, slot: int, *, generation: int, block_hash: BlockHash, used_bytes: int) -> None:
-        """The slot belongs to this block; a reader that knew another generation takes a miss."""
-        slab, place = self._slabs[slab_of(slot)], place_of(slot)
-        slab.hashes[place] = block_hash
-        slab.generations[place] = generation
-        self._used_bytes += used_bytes
+    # All of these take `[n]` slots of slabs that are open.
 
-    def retract(self, slot: int, *, used_bytes: int) -> None:
-        """The slot holds nothing; readers take a miss from now on. It is not free yet."""
-        self._slabs[slab_of(slot)].generations[place_of(slot)] = 0
-        self._used_bytes -= used_bytes
+    def publish(self, slots: IntArray, *, generations: IntArray, hashes: AnyArray, used_bytes: int) -> None:
+        """The slots belong to these blocks, of `used_bytes` each; who knew other generations takes a miss.
 
-    def bytes_of(self, slot: int) -> ByteArray:
-        """`[slot_bytes]`: the memory of the slot."""
-        memory: ByteArray = self._slabs[slab_of(slot)].slots[place_of(slot)]
-        return memory
+        `hashes` is `[n]` records of 32 bytes.
+        """
+        for slab, places, chosen in self._by_slab(slots):
+            slab.hashes[places] = hashes[chosen]  # before the generation, which is 0 while the slot is free
+            slab.generations[places] = generations[chosen]
+        self._used_bytes += used_bytes * len(slots)
 
-    def checksums(self, slot: int) -> list[int]:
-        """`[num_parts]`, from the header of the slot."""
-        checksums: list[int] = self._slabs[slab_of(slot)].checksums[place_of(slot)].tolist()
+    def retract(self, slots: IntArray, *, used_bytes: int) -> None:
+        """The slots hold nothing; readers take a miss from now on. They are not free yet."""
+        for slab, places, _ in self._by_slab(slots):
+            slab.generations[places] = 0
+        self._used_bytes -= used_bytes * len(slots)
+
+    def addresses(self, slots: IntArray) -> IntArray:
+        """`[n]`: where in memory the bytes of each slot begin."""
+        addresses = np.empty(len(slots), np.int64)
+        for slab, places, chosen in self._by_slab(slots):
+            addresses[chosen] = address_of(slab.slots) + places * slab.slots.strides[0]
+        return addresses
+
+    def checksums(self, slots: IntArray, *, num_parts: int) -> AnyArray:
+        """`[n, num_parts]` u64, from the headers of the slots."""
+        checksums = np.empty((len(slots), num_parts), np.uint64)
+        for slab, places, chosen in self._by_slab(slots):
+            checksums[chosen] = slab.checksums[places]
         return checksums
 
-    def set_checksums(self, slot: int, values: Iterable[tuple[int, int]]) -> None:
-        """(part, checksum) pairs are in the header of the slot."""
-        row = self._slabs[slab_of(slot)].checksums[place_of(slot)]
-        for part, checksum in values:
-            row[part] = checksum
+    def set_checksums(self, slots: IntArray, parts: list[int], values: AnyArray) -> None:
+        """`values`, `[n, len(parts)]`, are the checksums of these parts, in the headers of the slots."""
+        for slab, places, chosen in self._by_slab(slots):
+            slab.checksums[places[:, None], parts] = values[chosen]
+
+    def _by_slab(self, slots: IntArray) -> Iterator[tuple[Slab, IntArray, AnyArray]]:
+        """Each slab that has some of the slots, their places in it, and which of them they are."""
+        slabs, places = slabs_and_places(slots)
+        for number in np.unique(slabs).tolist():
+            chosen = slabs == number
+            yield self._slabs[SlabId(number)], places[chosen], chosen
 
     def belongs(self, slab: SlabId, namespace: Namespace) -> bool:
         """Whether there is such a slab, and it holds blocks of this namespace."""

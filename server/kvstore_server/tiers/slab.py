@@ -4,11 +4,12 @@ A slot is named by one integer, `slab id << SLOT_BITS | place in the slab`. Slab
 slot of a slab that is gone can never be taken for one of a slab that is there.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.types import Namespace, SlabId
+import numpy as np
+
+from kvstore.types import IntArray, Namespace, SlabId
 
 SLOT_BITS: Final = 20
 MAX_SLOTS: Final = 1 << SLOT_BITS
@@ -84,23 +85,24 @@ class SlabArena:
         self._free.setdefault(namespace, []).extend(slot_id(slab, place) for place in reversed(range(num_slots)))
         return slab
 
-    def allocate(self, namespace: Namespace, count: int) -> list[int]:
+    def allocate(self, namespace: Namespace, count: int) -> IntArray:
         """Up to `count` free slots of the namespace, now in use."""
         free = self._free.get(namespace, [])
-        count = min(count, len(free))
-        slots = free[len(free) - count :][::-1]
-        del free[len(free) - count :]
-        for slot in slots:
-            self._slabs[slab_of(slot)].num_used += 1
+        kept = max(0, len(free) - count)
+        slots = np.array(free[kept:][::-1], np.int64)
+        del free[kept:]
+        for slab, num_slots in _by_slab(slots):
+            self._slabs[slab].num_used += num_slots
         return slots
 
-    def free(self, slots: Iterable[int]) -> None:
-        """These slots, all in use, can be allocated again."""
-        for slot in slots:
-            slab = self._slabs[slab_of(slot)]
-            assert slab.num_used > 0, "a slot was freed twice"
-            slab.num_used -= 1
-            self._free.setdefault(slab.namespace, []).append(slot)
+    def free(self, slots: IntArray) -> None:
+        """These slots, all in use and of one namespace, can be allocated again; the last of them first."""
+        for slab, num_slots in _by_slab(slots):
+            assert self._slabs[slab].num_used >= num_slots, "a slot was freed twice"
+            self._slabs[slab].num_used -= num_slots
+            namespace = self._slabs[slab].namespace
+        if len(slots):
+            self._free.setdefault(namespace, []).extend(slots.tolist())
 
     def num_used(self, slab: SlabId) -> int:
         """Slots of the slab that are in use."""
@@ -130,3 +132,9 @@ class SlabArena:
         assert len(free) == sum(slab.num_slots - slab.num_used for slab in self._slabs.values())
         total = sum(slab.size_bytes for slab in self._slabs.values()) + sum(self._lingering.values())
         assert total == self._used_bytes <= self.capacity_bytes
+
+
+def _by_slab(slots: IntArray) -> list[tuple[SlabId, int]]:
+    """Each slab, and how many of the slots are its."""
+    slabs, counts = np.unique(slots >> SLOT_BITS, return_counts=True)
+    return [(SlabId(slab), count) for slab, count in zip(slabs.tolist(), counts.tolist(), strict=True)]

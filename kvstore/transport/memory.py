@@ -1,0 +1,91 @@
+"""Copies and hashes many pieces of memory in one call, which holds no lock of the interpreter.
+
+Pieces are given by address. Nothing is checked here: whoever calls has made sure that every address is in memory
+that stays mapped until the call returns.
+
+The work is done by memory.c, with the xxh3 of the xxhash package; where that was not compiled, here, a piece at a
+time.
+"""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+import xxhash
+import xxhash._xxhash
+
+from kvstore.types import AnyArray, ByteArray, IntArray
+
+Mover: TypeAlias = Callable[[AnyArray | None, AnyArray, AnyArray, AnyArray | None], None]
+
+_LIBRARY: Final = Path(__file__).with_name("_memory.so")
+
+
+def copy_pieces(targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
+    """`sizes[i]` bytes at address `sources[i]` are at `targets[i]` too, for all i."""
+    _move(_u64(targets), _u64(sources), _u64(sizes), None)
+
+
+def copy_and_hash_pieces(targets: IntArray, sources: IntArray, sizes: IntArray) -> AnyArray:
+    """As `copy_pieces`; returns `[n]` u64: the xxh3-64 of each source, taken just before it was copied."""
+    checksums = np.empty(len(sources), np.uint64)
+    _move(_u64(targets), _u64(sources), _u64(sizes), checksums)
+    return checksums
+
+
+def hash_pieces(addresses: IntArray, sizes: IntArray) -> AnyArray:
+    """`[n]` u64: the xxh3-64 of `sizes[i]` bytes at each address."""
+    checksums = np.empty(len(addresses), np.uint64)
+    _move(None, _u64(addresses), _u64(sizes), checksums)
+    return checksums
+
+
+def address_of(array: ByteArray) -> int:
+    """Where the array's first byte lies."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _u64(values: IntArray) -> AnyArray:
+    return np.ascontiguousarray(values, np.int64)
+
+
+def load_native() -> Mover:
+    """The mover of memory.c. Raises: OSError or AttributeError, if it was not built, or xxhash does not show its xxh3."""
+    move = ctypes.CDLL(str(_LIBRARY)).kvstore_move
+    move.restype = None
+    move.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 5]
+    xxh3 = ctypes.cast(ctypes.CDLL(xxhash._xxhash.__file__).XXH3_64bits, ctypes.c_void_p)
+
+    def native(targets: AnyArray | None, sources: AnyArray, sizes: AnyArray, checksums: AnyArray | None) -> None:
+        move(
+            len(sources),
+            None if targets is None else address_of(targets),
+            address_of(sources),
+            address_of(sizes),
+            None if checksums is None else xxh3,
+            None if checksums is None else address_of(checksums),
+        )
+
+    return native
+
+
+def move_in_python(
+    targets: AnyArray | None, sources: AnyArray, sizes: AnyArray, checksums: AnyArray | None
+) -> None:
+    """The same without memory.c."""
+    for piece, (source, size) in enumerate(zip(sources.tolist(), sizes.tolist(), strict=True)):
+        if checksums is not None:
+            checksums[piece] = xxhash.xxh3_64_intdigest((ctypes.c_char * size).from_address(source))
+        if targets is not None:
+            ctypes.memmove(int(targets[piece]), source, size)
+
+
+try:
+    _move = load_native()
+    IS_NATIVE = True
+except (OSError, AttributeError):
+    _move = move_in_python
+    IS_NATIVE = False
