@@ -14,6 +14,8 @@ LIBRARY = "kvstore/transport/_memory.so"
 
 
 class NativeMemory(BuildHookInterface):  # type: ignore[type-arg] # the config is not read
+    """Runs before a wheel, or an editable install, is made."""
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return

@@ -51,16 +51,12 @@ def main() -> None:
 
 def fill(index: Index, num_blocks: int) -> None:
     """Chains of 64 blocks, committed."""
-    slot = 0
-    for _ in range(num_blocks // CHAIN):
-        parent, rows = NONE, []
-        for _ in range(CHAIN):
-            slot += 1
-            parent = index.insert(BlockHash(os.urandom(32)), parent=parent, slot=slot, generation=slot)
-            rows.append(parent)
-        chain = np.array(rows, np.int64)
-        index.touch(chain)
-        index.commit(chain)
+    for first in range(0, num_blocks // CHAIN * CHAIN, CHAIN):
+        hashes = [BlockHash(os.urandom(32)) for _ in range(CHAIN)]
+        numbers = np.arange(first, first + CHAIN)
+        rows, _ = index.insert(hashes, parent=NONE, slots=numbers, generations=numbers + 1)
+        index.touch(rows)
+        index.commit(rows)
 
 
 def rss_bytes() -> int:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
+from kvstore.transport.memory import address_of
 from kvstore.types import AnyArray, ByteArray, IntArray
 
 # What a caller may hand in for one part: a 2-D-or-more array whose row i is block i, or one buffer per block.
@@ -62,8 +63,8 @@ class Rows:
     def addresses(self, indices: IntArray) -> IntArray:
         """Where in memory these rows begin."""
         if self.array is not None:
-            return _address(self.array) + indices * self.array.strides[0]
-        return np.array([_address(self.rows[index]) for index in indices.tolist()], np.int64)
+            return address_of(self.array) + indices * self.array.strides[0]
+        return np.array([address_of(self.rows[index]) for index in indices.tolist()], np.int64)
 
 
 def as_rows(rows: RowsLike, *, num_rows: int, row_bytes: int, where: str, writable: bool = False) -> Rows:
@@ -205,8 +206,3 @@ def _bytes_of(array: AnyArray, where: str) -> ByteArray:
 def _check_writable(array: AnyArray, where: str) -> None:
     if not array.flags.writeable:
         raise InvalidRequest(f"{where}: expected memory that can be written to, got a read-only buffer; copy it")
-
-
-def _address(array: ByteArray) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

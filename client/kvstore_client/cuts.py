@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-# Bytes of one StorePart: small enough that copying the next into staging overlaps with the daemon's copying.
-MESSAGE_BYTES: Final = 32 << 20
+# Bytes of one StorePart from a region: what a follower waits for is told no more finely.
+MESSAGE_BYTES: Final = 128 << 20
+# The same from staging: small enough that copying the next into it overlaps with the daemon's copying.
+STAGED_BYTES: Final = 32 << 20
 MESSAGE_OFFSETS: Final = 1 << 20  # of 8 bytes each, in one message
 
 
-def grids(num_blocks: int, sizes: Sequence[int], *, most_bytes: int = MESSAGE_BYTES) -> Iterator[tuple[slice, slice]]:
+def grids(num_blocks: int, sizes: Sequence[int], *, most_bytes: int) -> Iterator[tuple[slice, slice]]:
     """Cuts blocks x parts into (blocks, parts) of about `most_bytes`: whole blocks, or parts of one."""
     per_block = sum(sizes)
     if per_block <= most_bytes:

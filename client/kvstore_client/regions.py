@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable
+from kvstore.transport.memory import address_of
 from kvstore.transport.shm import create_memfd, seal_region
 from kvstore.types import ByteArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
@@ -31,7 +32,7 @@ class Region:
         self.number = number
         self.size_bytes = size_bytes
         self._memory: ByteArray | None = memory
-        self.address: int = memory.__array_interface__["data"][0]
+        self.address = address_of(memory)
         self.session: Session | None = None  # where it is registered
         self.refusal: KVStoreError | None = None  # why it is not
         try:

@@ -5,21 +5,20 @@ the daemon did meanwhile, foreign or torn bytes are noticed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
-import xxhash
 
 from kvstore.errors import BlockCorrupt, BlockMissing, KVStoreError
 from kvstore.spec import KVSpec
+from kvstore.transport.memory import address_of, copy_and_hash_pieces, copy_pieces, hash_pieces
 from kvstore.types import AnyArray, BlockHash, ByteArray, IntArray, Location
 from kvstore_client.buffers import Rows
 from kvstore_client.slabs import Slab
 
 PIECE_BYTES: Final = 16 << 20  # of one piece, if it has more than one block: what a cancel waits for
 PIECE_BLOCKS: Final = 1024
-COLUMN_BYTES: Final = 8 << 20  # of one copy call, so that a huge part can be stopped half way
+CALL_BYTES: Final = 8 << 20  # of one copy call, so that a huge part can be stopped half way
 
 
 class Source:
@@ -72,15 +71,19 @@ class Source:
             mine = blocks[chosen]
             before = self._holds(slab, mine)
             good = mine if before.all() else mine[before]
-            if into is not None and len(good):
-                self._copy_rows(slab, part, good, into, stopped)
-            wrong = self._checksum_failures(slab, part, good, into, stopped) if checksums else ()
+            targets = into.addresses(good) if into is not None else None
+            if checksums:
+                wrong = self._checksum_failures(slab, part, good, targets, stopped)
+            else:
+                wrong = good[:0]
+                if targets is not None:
+                    self._copy(slab, part, good, targets, stopped)
             after = self._holds(slab, good)
             for block in mine[~before].tolist():
                 errors[block] = self.missing(block)
             for block in good[~after].tolist():
                 errors[block] = self.missing(block)
-            for block in wrong:
+            for block in wrong.tolist():
                 errors.setdefault(
                     block,
                     BlockCorrupt(
@@ -116,41 +119,40 @@ class Source:
         located = self._located
         return slab.holds(located.slots[blocks], located.generations[blocks], self._expected[blocks])
 
-    def _copy_rows(self, slab: Slab, part: int, blocks: IntArray, into: Rows, stopped: Callable[[], bool]) -> None:
-        begin, size_bytes = self._ranges[part]
-        table = slab.table
-        slots = self._located.slots[blocks]
-        if into.array is not None and size_bytes <= COLUMN_BYTES:
-            # Runs of neighbours in both places are one call each.
-            breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(blocks) != 1)) + 1
-            if len(breaks) < len(blocks) - 1:
-                end = begin + size_bytes
-                bounds = [0, *breaks.tolist(), len(blocks)]
-                for first, last in pairwise(bounds):
-                    if stopped():
-                        return
-                    block, slot, count = int(blocks[first]), int(slots[first]), last - first
-                    np.copyto(into.array[block : block + count], table[slot : slot + count, begin:end])
-                return
-        rows = into.rows
-        for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
-            for offset in range(0, size_bytes, COLUMN_BYTES):
+    def _addresses(self, slab: Slab, part: int, blocks: IntArray) -> IntArray:
+        first = address_of(slab.table) + self._ranges[part][0]
+        addresses: IntArray = first + self._located.slots[blocks] * slab.table.strides[0]
+        return addresses
+
+    def _copy(self, slab: Slab, part: int, blocks: IntArray, targets: IntArray, stopped: Callable[[], bool]) -> None:
+        size_bytes = self._ranges[part][1]
+        sources = self._addresses(slab, part, blocks)
+        for rows in _runs(len(blocks), size_bytes):
+            for offset in range(0, size_bytes, CALL_BYTES):
                 if stopped():
                     return
-                end = min(offset + COLUMN_BYTES, size_bytes)
-                np.copyto(rows[block][offset:end], table[slot, begin + offset : begin + end])
+                width = min(CALL_BYTES, size_bytes - offset)
+                copy_pieces(targets[rows] + offset, sources[rows] + offset, np.full(len(targets[rows]), width))
 
     def _checksum_failures(
-        self, slab: Slab, part: int, blocks: IntArray, into: Rows | None, stopped: Callable[[], bool]
-    ) -> list[int]:
-        begin, size_bytes = self._ranges[part]
-        wrong = []
-        slots = self._located.slots[blocks]
-        expected = slab.checksums[slots, part].tolist()
-        for block, slot, checksum in zip(blocks.tolist(), slots.tolist(), expected, strict=True):
+        self, slab: Slab, part: int, blocks: IntArray, targets: IntArray | None, stopped: Callable[[], bool]
+    ) -> IntArray:
+        """Those of the blocks whose part is not what its checksum says; copied to `targets`, where there are some."""
+        sources = self._addresses(slab, part, blocks)
+        sizes = np.full(len(blocks), self._ranges[part][1])
+        expected = slab.checksums[self._located.slots[blocks], part]
+        found = expected.copy()
+        for rows in _runs(len(blocks), self._ranges[part][1]):
             if stopped():
                 break
-            data: ByteArray = slab.table[slot, begin : begin + size_bytes] if into is None else into.rows[block]
-            if xxhash.xxh3_64_intdigest(data.data) != checksum:
-                wrong.append(block)
-        return wrong
+            if targets is None:
+                found[rows] = hash_pieces(sources[rows], sizes[rows])
+            else:
+                found[rows] = copy_and_hash_pieces(targets[rows], sources[rows], sizes[rows])
+        return blocks[found != expected]
+
+
+def _runs(num_rows: int, row_bytes: int) -> Iterator[slice]:
+    step = max(1, CALL_BYTES // row_bytes)
+    for first in range(0, num_rows, step):
+        yield slice(first, first + step)

@@ -9,11 +9,12 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest, KVStoreError, StoreTimeout, StoreUnavailable, WriterFailed
 from kvstore.spec import KVSpec
-from kvstore.types import ByteArray, IntArray, Outcome, WriteId
+from kvstore.transport.memory import address_of, copy_pieces
+from kvstore.types import IntArray, Outcome, WriteId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status, pack_u32, pack_u64
 from kvstore_client.buffers import Rows, RowsLike, as_rows
-from kvstore_client.cuts import MESSAGE_BYTES, grids, spans
+from kvstore_client.cuts import MESSAGE_BYTES, STAGED_BYTES, grids, spans
 from kvstore_client.options import Counters
 from kvstore_client.regions import Region, Regions, check_usable, offsets_in
 from kvstore_client.session import Answer, Session
@@ -166,7 +167,7 @@ class Write:
         check_usable(region, self._session)
         rows = offsets_in(region, addresses)
         sizes = [self._spec.part_bytes[part] for part in parts]
-        for blocks, columns in grids(self.num_new, sizes):
+        for blocks, columns in grids(self.num_new, sizes, most_bytes=MESSAGE_BYTES):
             offsets = rows[blocks, None] + np.array(begins[columns], np.int64)
             size_bytes = sum(sizes[columns]) * len(offsets)
             self._send(self._new[blocks], parts[columns], region.number, offsets, size_bytes, lambda: None)
@@ -174,7 +175,7 @@ class Write:
     def _send_staged(self, source: Rows, parts: Sequence[int], begins: list[int], deadline: float) -> None:
         staging = self._staging.of(self._session, deadline=deadline)
         sizes = [self._spec.part_bytes[part] for part in parts]
-        for blocks, columns in grids(self.num_new, sizes, most_bytes=min(MESSAGE_BYTES, staging.size_bytes // 4)):
+        for blocks, columns in grids(self.num_new, sizes, most_bytes=min(STAGED_BYTES, staging.size_bytes // 4)):
             indices = self._new[blocks]
             widths = sizes[columns]
             row_bytes = sum(widths)
@@ -182,13 +183,13 @@ class Write:
             where, memory = staging.take(total_bytes, deadline=deadline)
             give_back = partial(staging.give, where, total_bytes)
             try:
-                table = memory.reshape(len(indices), row_bytes)
-                targets = np.concatenate([[0], np.cumsum(widths)[:-1]]).astype(np.int64)
-                target = 0
+                offsets = row_bytes * np.arange(len(indices), dtype=np.int64)
+                sources, targets = source.addresses(indices), address_of(memory) + offsets
                 for begin, width in spans(begins[columns], widths):
-                    _copy_rows(table[:, target : target + width], source, begin, indices)
-                    target += width
-                offsets = where + row_bytes * np.arange(len(indices), dtype=np.int64)[:, None] + targets
+                    copy_pieces(targets, sources + begin, np.full(len(indices), width))
+                    targets = targets + width
+                starts = np.concatenate([[0], np.cumsum(widths)[:-1]]).astype(np.int64)
+                offsets = where + offsets[:, None] + starts
             except BaseException:
                 give_back()
                 raise
@@ -272,14 +273,3 @@ class Write:
         self._over = "given up"
         if self._session.alive:
             self._session.tell(pb.ClientMessage(abort=pb.Abort(write_id=self._id)))
-
-
-def _copy_rows(target: ByteArray, source: Rows, begin: int, indices: IntArray) -> None:
-    """`target[k]` is row `indices[k]` of the source, from `begin` on."""
-    end = begin + target.shape[1]
-    first, last = int(indices[0]), int(indices[-1])
-    if source.array is not None and last - first == len(indices) - 1:
-        np.copyto(target, source.array[first : last + 1, begin:end])
-        return
-    for position, index in enumerate(indices.tolist()):
-        np.copyto(target[position], source.rows[index][begin:end])

@@ -46,8 +46,8 @@ static void copy(char *target, const char *source, size_t size_bytes)
     memcpy(target, source, size_bytes);
 }
 
-/* `targets` NULL: nothing is copied. `hash` NULL: nothing is hashed. Each piece is hashed first, which brings it into
- * the cache, from where it is copied.
+/* `targets` NULL: nothing is copied. `hash` NULL: nothing is hashed. Each piece is hashed right after it was copied,
+ * while it is in the cache.
  */
 void kvstore_move(size_t num_pieces, const uint64_t *targets, const uint64_t *sources, const uint64_t *sizes,
                   hash_function hash, uint64_t *checksums)

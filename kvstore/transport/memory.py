@@ -8,17 +8,17 @@ time.
 """
 
 import ctypes
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
 import xxhash
-import xxhash._xxhash
 
 from kvstore.types import AnyArray, ByteArray, IntArray
 
-Mover: TypeAlias = Callable[[AnyArray | None, AnyArray, AnyArray, AnyArray | None], None]
+Move: TypeAlias = Callable[[AnyArray | None, AnyArray, AnyArray, AnyArray | None], None]
 
 _LIBRARY: Final = Path(__file__).with_name("_memory.so")
 
@@ -29,7 +29,7 @@ def copy_pieces(targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
 
 
 def copy_and_hash_pieces(targets: IntArray, sources: IntArray, sizes: IntArray) -> AnyArray:
-    """As `copy_pieces`; returns `[n]` u64: the xxh3-64 of each source, taken just before it was copied."""
+    """As `copy_pieces`; returns `[n]` u64: the xxh3-64 of each source, taken right after it was copied."""
     checksums = np.empty(len(sources), np.uint64)
     _move(_u64(targets), _u64(sources), _u64(sizes), checksums)
     return checksums
@@ -52,12 +52,13 @@ def _u64(values: IntArray) -> AnyArray:
     return np.ascontiguousarray(values, np.int64)
 
 
-def load_native() -> Mover:
-    """The mover of memory.c. Raises: OSError or AttributeError, if it was not built, or xxhash does not show its xxh3."""
+def load_native() -> Move:
+    """The work of memory.c. Raises: OSError, AttributeError: it was not compiled, or xxhash does not show its xxh3."""
     move = ctypes.CDLL(str(_LIBRARY)).kvstore_move
     move.restype = None
     move.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 5]
-    xxh3 = ctypes.cast(ctypes.CDLL(xxhash._xxhash.__file__).XXH3_64bits, ctypes.c_void_p)
+    package = importlib.util.find_spec("xxhash._xxhash")
+    xxh3 = ctypes.cast(ctypes.CDLL(package and package.origin).XXH3_64bits, ctypes.c_void_p)
 
     def native(targets: AnyArray | None, sources: AnyArray, sizes: AnyArray, checksums: AnyArray | None) -> None:
         move(
@@ -72,15 +73,13 @@ def load_native() -> Mover:
     return native
 
 
-def move_in_python(
-    targets: AnyArray | None, sources: AnyArray, sizes: AnyArray, checksums: AnyArray | None
-) -> None:
+def move_in_python(targets: AnyArray | None, sources: AnyArray, sizes: AnyArray, checksums: AnyArray | None) -> None:
     """The same without memory.c."""
     for piece, (source, size) in enumerate(zip(sources.tolist(), sizes.tolist(), strict=True)):
-        if checksums is not None:
-            checksums[piece] = xxhash.xxh3_64_intdigest((ctypes.c_char * size).from_address(source))
         if targets is not None:
             ctypes.memmove(int(targets[piece]), source, size)
+        if checksums is not None:
+            checksums[piece] = xxhash.xxh3_64_intdigest((ctypes.c_char * size).from_address(source))
 
 
 try:

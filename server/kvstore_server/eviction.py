@@ -15,6 +15,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 # Victims found by one scan. A scan of a million rows takes some 10 ms, so it must serve many evictions.
 SCAN_VICTIMS = 16_384
+# Rows looked at in one go: few enough that what is made of them stays in the cache.
+SCAN_ROWS = 65_536
 
 
 class Ticks:
@@ -33,12 +35,16 @@ class Ticks:
 class Candidates(Protocol):
     """What a policy may ask of the index."""
 
-    def unheld(self) -> BoolArray:
-        """`[num_rows]`: committed, not leased, not pinned."""
+    def unheld(self, rows: slice) -> BoolArray:
+        """`[n]`: committed, not leased, not pinned."""
         ...
 
     def take(self, row: int) -> bool:
         """The row is gone, if it may go now: unheld, and no block that follows it is stored; else False."""
+        ...
+
+    def take_all(self, rows: IntArray) -> bool:
+        """These different rows, children before their parents, are gone, if all may go now; else False."""
         ...
 
 
@@ -70,7 +76,7 @@ class LRU:
     """Least recently used first, and within one use from leaf to root.
 
     Each use stamps its chain in falling order, so a parent is always younger than its children and a chain is
-    evicted from its end. The oldest rows are found by a partial sort, many at a time, and handed out one by one.
+    evicted from its end. The oldest rows are found by a partial sort, many at a time, and handed out in runs.
     The order is exact: a row used meanwhile has another stamp than its entry, which is then skipped, and a row
     that becomes evictable later is queued too, if its stamp is within what the scan covered.
     """
@@ -78,8 +84,10 @@ class LRU:
     def __init__(self, ticks: Ticks) -> None:
         self._ticks = ticks
         self._stamps: IntArray = np.zeros(0, np.int64)
-        self._queue: list[tuple[int, int]] = []  # (stamp, row), oldest last
-        self._late: list[tuple[int, int]] = []  # the same, for rows that became evictable later: a heap
+        self._queue: IntArray = np.zeros(0, np.int64)  # rows, oldest first
+        self._queued: IntArray = np.zeros(0, np.int64)  # the stamp of each when it was queued
+        self._next = 0  # of the queue
+        self._late: list[tuple[int, int]] = []  # (stamp, row) that became evictable later: a heap
         self._scanned = 0  # every evictable row with a stamp up to this one is queued
         self._passed = 0  # the youngest stamp that was handed out or skipped
 
@@ -105,9 +113,20 @@ class LRU:
 
     def victims(self, count: int, candidates: Candidates) -> list[int]:
         taken: list[int] = []
-        while len(taken) < count and (self._queue or self._late or self._scan(candidates)):
-            late_is_older = self._late and (not self._queue or self._late[0] < self._queue[-1])
-            stamp, row = heapq.heappop(self._late) if late_is_older else self._queue.pop()
+        one_by_one = 0  # entries for which a run was tried in vain
+        while len(taken) < count and (self._next < len(self._queue) or self._late or self._scan(candidates)):
+            if not self._late and not one_by_one:
+                run = slice(self._next, self._next + count - len(taken))
+                rows, stamps = self._queue[run], self._queued[run]
+                current = rows[self._stamps[rows] == stamps]
+                if candidates.take_all(current):
+                    taken += current.tolist()
+                    self._next += len(rows)
+                    self._passed = max(self._passed, int(stamps[-1]))
+                    continue
+                one_by_one = len(rows)
+            one_by_one = max(0, one_by_one - 1)
+            stamp, row = self._pop()
             self._passed = max(self._passed, stamp)
             if stamp == self._stamps[row] and candidates.take(row):
                 taken.append(row)
@@ -118,18 +137,33 @@ class LRU:
         stamps: IntArray = self._stamps[rows]
         return stamps
 
+    def _pop(self) -> tuple[int, int]:
+        """The oldest entry: stamp and row. There is one."""
+        if self._next < len(self._queue):
+            head = int(self._queued[self._next]), int(self._queue[self._next])
+            if not self._late or head <= self._late[0]:
+                self._next += 1
+                return head
+        return heapq.heappop(self._late)
+
     def _scan(self, candidates: Candidates) -> bool:
         """The oldest rows beyond those scanned before are queued; False if there are none."""
-        beyond = candidates.unheld() & (self._stamps > self._scanned)
-        stamps = self._stamps[beyond]
-        if not len(stamps):
+        found = np.zeros(0, np.int64)
+        youngest = self._ticks.now
+        for first in range(0, len(self._stamps), SCAN_ROWS):
+            rows = slice(first, first + SCAN_ROWS)
+            stamps = self._stamps[rows]
+            beyond = (stamps > self._scanned) & (stamps <= youngest) & candidates.unheld(rows)
+            found = np.concatenate([found, np.flatnonzero(beyond) + first])
+            if len(found) > SCAN_VICTIMS:
+                found = found[np.argpartition(self._stamps[found], SCAN_VICTIMS - 1)[:SCAN_VICTIMS]]
+                youngest = int(self._stamps[found].max())
+        if not len(found):
             # Nothing can go now. What becomes evictable later must be found, whatever its stamp.
             self._scanned = self._passed = self._ticks.now
             return False
-        count = min(len(stamps), SCAN_VICTIMS)
-        limit = np.partition(stamps, count - 1)[count - 1]
-        rows = np.flatnonzero(beyond & (self._stamps <= limit))
-        rows = rows[np.argsort(-self._stamps[rows])]
-        self._queue = list(zip(self._stamps[rows].tolist(), rows.tolist(), strict=True))
-        self._scanned = self._queue[0][0]
+        self._queue = found[np.argsort(self._stamps[found])]
+        self._queued = self._stamps[self._queue]
+        self._next = 0
+        self._scanned = int(self._queued[-1])
         return True

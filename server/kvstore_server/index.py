@@ -126,8 +126,8 @@ class Index:
 
     # What a policy may ask (eviction.Candidates).
 
-    def unheld(self) -> BoolArray:
-        unheld: BoolArray = (self._state == State.COMMITTED) & (self._leases == 0) & ~self._pinned
+    def unheld(self, rows: slice = slice(None)) -> BoolArray:
+        unheld: BoolArray = (self._state[rows] == State.COMMITTED) & (self._leases[rows] == 0) & ~self._pinned[rows]
         return unheld
 
     def take(self, row: int) -> bool:
@@ -142,6 +142,19 @@ class Index:
         parent = self._parent_at[row]
         if parent != NONE:
             self._children_at[parent] -= 1
+            self._tell_if_childless(parent)
+        return True
+
+    def take_all(self, rows: IntArray) -> bool:
+        parents = self._parent[rows]
+        parents = parents[parents != NONE]
+        np.subtract.at(self._children, parents, _ONE)
+        free = (self._state[rows] == State.COMMITTED) & (self._leases[rows] == 0) & ~self._pinned[rows]
+        if not (free & (self._children[rows] == 0)).all():
+            np.add.at(self._children, parents, _ONE)
+            return False
+        self._state[rows] = State.HOLE
+        for parent in np.setdiff1d(parents, rows).tolist():
             self._tell_if_childless(parent)
         return True
 

@@ -12,7 +12,7 @@ from kvstore.types import AnyArray, IntArray
 from kvstore_server.values import Copies
 
 # A job is cut at this size, so that the copies of several sessions take turns.
-JOB_BYTES: Final = 8 << 20
+JOB_BYTES: Final = 32 << 20
 
 
 class Mover:

@@ -1,5 +1,6 @@
 """Bytes that changed in the store are noticed, and the block is gone."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -41,8 +42,8 @@ def flip(embedded: EmbeddedDaemon, client: KVClient) -> Flip:
     def flip(block: int, offset: int) -> None:
         store = embedded.daemon.store
         index = store.spaces[KV.namespace].index
-        slot = int(index.slots(index.find([HASHES[block]]))[0])
-        store.tier.bytes_of(slot)[offset] ^= 1
+        (address,) = store.tier.addresses(index.slots(index.find([HASHES[block]])))
+        ctypes.c_uint8.from_address(address + offset).value ^= 1
 
     return flip
 

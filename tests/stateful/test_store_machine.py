@@ -11,6 +11,7 @@ from builders import block_bytes, chain, spec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstore.transport.memory import copy_and_hash_pieces
 from kvstore.types import BlockHash, Outcome, SessionId
 from kvstore_server.index import State
 from kvstore_server.session import Session
@@ -121,10 +122,8 @@ class StoreMachine(RuleBasedStateMachine):
             region=np.concatenate(bytes_of),
             offsets=np.arange(len(open_blocks)) * size,
         )
-        for copy in intake.copies:
-            source = copy.source[copy.source_offset : copy.source_offset + copy.size_bytes]
-            copy.target[copy.target_offset : copy.target_offset + copy.size_bytes] = source
-        self.store.parts_arrived(intake, [0] * len(intake.copies))
+        copies = intake.copies
+        self.store.parts_arrived(intake, copy_and_hash_pieces(copies.targets, copies.sources, copies.sizes))
 
     @rule(space=which, number=session_number, abort=st.booleans())
     def finish(self, space: int, number: int, abort: bool) -> None:
@@ -223,7 +222,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert space.index.num_leased == held
             for row in rows.tolist():
                 # A parent is younger than its children, so that chains are evicted from their end.
-                parent = space.index.parent_hash(row)
+                parent = space.index.parent_hashes(np.array([row]))[0]
                 if parent is not None:
                     parent_row = space.index.find([parent])
                     assert (space.policy.stamp(parent_row) > space.policy.stamp(np.array([row]))).all()

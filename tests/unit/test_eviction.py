@@ -48,6 +48,7 @@ class Oracle:
 def test_the_order_is_that_of_last_use_from_the_leaves(seed: int, scan: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers: E6."""
     monkeypatch.setattr(eviction, "SCAN_VICTIMS", scan)
+    monkeypatch.setattr(eviction, "SCAN_ROWS", 50)
     random_ = random.Random(seed)
     index, oracle = Index(LRU(Ticks())), Oracle()
     held: list[np.ndarray] = []
@@ -58,7 +59,9 @@ def test_the_order_is_that_of_last_use_from_the_leaves(seed: int, scan: int, mon
             block = BlockHash(number.to_bytes(32, "big"))
             parent = random_.choice([None, *blocks])
             row_of_parent = NONE if parent is None else int(index.find([parent])[0])
-            row = np.array([index.insert(block, parent=row_of_parent, slot=number, generation=number + 1)])
+            row, _ = index.insert(
+                [block], parent=row_of_parent, slots=np.array([number]), generations=np.array([number + 1])
+            )
             oracle.parent[block] = parent
             oracle.touch(block)
             index.touch(row)

@@ -11,14 +11,13 @@ HASHES = chain(5)
 
 def index_with(committed: int, writing: int = 0) -> tuple[Index, list[int]]:
     index = Index(LRU(Ticks()))
-    rows: list[int] = []
-    for place, block_hash in enumerate(HASHES[: committed + writing]):
-        parent = rows[-1] if rows else NONE
-        rows.append(index.insert(block_hash, parent=parent, slot=place, generation=place + 1))
-    if rows:
-        index.touch(np.array(rows))
-    index.commit(np.array(rows[:committed], np.int64))
-    return index, rows
+    count = committed + writing
+    rows, begun = index.insert(HASHES[:count], parent=NONE, slots=np.arange(count), generations=np.arange(count) + 1)
+    assert begun.tolist() == list(range(count))
+    if count:
+        index.touch(rows)
+    index.commit(rows[:committed])
+    return index, rows.tolist()
 
 
 def test_a_prefix_ends_at_the_first_block_that_is_not_committed() -> None:
@@ -33,14 +32,16 @@ def test_a_prefix_ends_at_the_first_block_that_is_not_committed() -> None:
 def test_a_chain_is_evicted_leaf_first() -> None:
     """Covers: E6."""
     index, _ = index_with(5)
-    assert index.evict(2)[0] == [HASHES[4], HASHES[3]]
+    hashes, slots = index.evict(2)
+    assert hashes == [HASHES[4], HASHES[3]]
+    assert slots.tolist() == [4, 3]
     assert index.evict(9)[0] == [HASHES[2], HASHES[1], HASHES[0]]
     index.validate()
 
 
 def test_a_block_before_one_in_writing_is_not_evicted() -> None:
     index, _ = index_with(2, 1)
-    assert index.evict(5) == ([], [])
+    assert index.evict(5)[0] == []
 
 
 def test_a_hole_is_kept_while_what_follows_is_stored_and_forgotten_with_it() -> None:
@@ -69,8 +70,11 @@ def test_a_hole_is_kept_while_it_is_leased() -> None:
 def test_a_hole_that_is_written_again_is_found_by_what_follows() -> None:
     index, rows = index_with(3)
     index.drop(rows[1])
-    assert index.insert(HASHES[1], parent=rows[0], slot=9, generation=9) == rows[1]
-    index.commit(np.array([rows[1]]))
+    again, begun = index.insert(HASHES[:3], parent=NONE, slots=np.array([9]), generations=np.array([9]))
+    assert again.tolist() == rows
+    assert begun.tolist() == [1]
+    assert index.slots(again).tolist() == [0, 9, 2]
+    index.commit(again[begun])
     assert len(index.prefix(HASHES)[0]) == 3
     index.validate()
 
@@ -80,10 +84,10 @@ def test_leases_are_counted() -> None:
     index, rows = index_with(2)
     twice = np.array([rows[1], rows[1]])
     index.lease(twice)
-    assert index.evict(2) == ([], [])
+    assert index.evict(2)[0] == []
     assert index.num_leased == 1
     index.unlease(twice[:1])
-    assert index.evict(2) == ([], [])
+    assert index.evict(2)[0] == []
     index.unlease(twice[:1])
     assert index.evict(1)[0] == [HASHES[1]]
 
@@ -93,6 +97,6 @@ def test_a_parent_can_go_in_the_same_round_as_the_child_that_held_it() -> None:
     index, rows = index_with(2)
     child = np.array([rows[1]])
     index.lease(child)
-    assert index.evict(2) == ([], [])
+    assert index.evict(2)[0] == []
     index.unlease(child)
     assert index.evict(2)[0] == [HASHES[1], HASHES[0]]

@@ -172,14 +172,14 @@ def test_a_slot_that_holds_something_else_by_now_is_a_miss(shelf: Shelf, field: 
 
 def test_a_slot_that_changes_while_it_is_copied_is_a_miss(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers: A13, A16."""
-    copy = Source._copy_rows
+    copy = Source._copy
 
     def copy_then_change(self: Source, slab: Slab, part: int, *rest: Any) -> None:
         copy(self, slab, part, *rest)
         if slab.number == 2:
             shelf.header(4)["generation"] = 77
 
-    monkeypatch.setattr(Source, "_copy_rows", copy_then_change)
+    monkeypatch.setattr(Source, "_copy", copy_then_change)
     result = shelf.load(buffers(), parts=(1,)).wait()
     assert (result.num_loaded, list(result.errors)) == (4, [4])
 
@@ -283,14 +283,14 @@ def test_a_lost_session_fails_the_load(shelf: Shelf) -> None:
 def test_cancel_waits_for_the_piece_in_flight(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers: A19."""
     copying, go_on = threading.Event(), threading.Event()
-    copyto = np.copyto
+    copy_pieces = source_module.copy_pieces
 
-    def slow_copyto(target: Any, origin: Any) -> None:
+    def slow_copy(*pieces: IntArray) -> None:
         copying.set()
         assert go_on.wait(5)
-        copyto(target, origin)
+        copy_pieces(*pieces)
 
-    monkeypatch.setattr(np, "copyto", slow_copyto)
+    monkeypatch.setattr(source_module, "copy_pieces", slow_copy)
     into = buffers()
     load = shelf.load(into)
     assert copying.wait(5)
@@ -339,7 +339,7 @@ def test_a_view_of_what_there_is_not_is_refused(shelf: Shelf, block: int, part: 
 
 
 def test_a_huge_part_is_copied_in_columns(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "COLUMN_BYTES", 24)
+    monkeypatch.setattr(source_module, "CALL_BYTES", 24)
     into = buffers()
     assert shelf.load(into).wait().num_loaded == NUM_BLOCKS
     assert all(in_place(into, block) for block in range(NUM_BLOCKS))
