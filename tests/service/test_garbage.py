@@ -212,10 +212,12 @@ def test_a_packed_field_that_was_cut_is_refused(shared: DaemonProcess, stream: R
     assert field in answer.status.message
 
 
-def test_a_chain_with_one_block_twice_reserves_it_once(stream: RawStream) -> None:
-    twice = [HASHES[0], HASHES[0], HASHES[1], HASHES[0]]
-    outcomes = list(stream.ask(store=pb.Store_(hashes=pack(twice))).reserved.outcomes)
-    assert outcomes == [Outcome.NEW, Outcome.WRITING, Outcome.NEW, Outcome.WRITING]
+def test_a_chain_with_one_block_twice_is_refused_and_nothing_is_reserved(stream: RawStream) -> None:
+    answer = stream.ask(store=pb.Store_(hashes=pack([HASHES[0], HASHES[1], HASHES[0]])))
+    assert answer.status.code == INVALID
+    assert "each block once" in answer.status.message
+    outcomes = list(stream.ask(store=pb.Store_(hashes=pack(HASHES))).reserved.outcomes)
+    assert outcomes == [Outcome.NEW] * len(HASHES)
 
 
 def test_a_write_of_another_session_cannot_be_used(shared: DaemonProcess, stream: RawStream, raw: Raw) -> None:

@@ -43,7 +43,7 @@ def flip(embedded: EmbeddedDaemon, client: KVClient) -> Flip:
         store = embedded.daemon.store
         index = store.spaces[KV.namespace].index
         (address,) = store.tier.addresses(index.slots(index.find([HASHES[block]])))
-        ctypes.c_uint8.from_address(address + offset).value ^= 1
+        ctypes.c_uint8.from_address(int(address) + offset).value ^= 1
 
     return flip
 

@@ -285,7 +285,7 @@ def test_cancel_waits_for_the_piece_in_flight(shelf: Shelf, monkeypatch: pytest.
     copying, go_on = threading.Event(), threading.Event()
     copy_pieces = source_module.copy_pieces
 
-    def slow_copy(*pieces: IntArray) -> None:
+    def slow_copy(*pieces: Any) -> None:
         copying.set()
         assert go_on.wait(5)
         copy_pieces(*pieces)
