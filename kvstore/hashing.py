@@ -138,7 +138,7 @@ def pack(hashes: Sequence[BlockHash]) -> bytes:
 
     Raises: InvalidRequest, if one of them is not 32 bytes.
     """
-    if not set(map(len, hashes)) <= {HASH_BYTES}:
+    if [*map(len, hashes)].count(HASH_BYTES) != len(hashes):
         for index, value in enumerate(hashes):
             _check_digest(f"hashes[{index}]", value)
     return b"".join(hashes)

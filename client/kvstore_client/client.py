@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvstore.errors import InvalidRequest, KVStoreError, SpecMismatch, StoreTimeout, Unsupported
+from kvstore.errors import InvalidRequest, KVStoreError, SpecMismatch, Unsupported
 from kvstore.hashing import pack
 from kvstore.spec import KVSpec
 from kvstore.types import BlockHash, BootId, Namespace
@@ -141,12 +141,9 @@ class KVClient:
         session = self._channel.session(deadline)
         name = self._new_lease() if lease is None else lease
         message = pb.ClientMessage(match=pb.Match(hashes=packed, lease=name))
-        try:
-            answer, _ = session.call(message, deadline=deadline)
-        except StoreTimeout:
-            if name and session.alive:  # or a late answer would lease what nobody releases
-                session.tell(pb.ClientMessage(release=pb.Release(lease=name)))
-            raise
+        # Without it a late answer would lease what nobody releases.
+        undo = pb.ClientMessage(release=pb.Release(lease=name))
+        answer, _ = session.call(message, deadline=deadline, undo=undo)
         return Match(answer.matched.num_blocks, answer.matched.num_writing, name, hashes, session)
 
     def load(

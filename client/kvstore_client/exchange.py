@@ -1,4 +1,4 @@
-"""The client's end of the shm socket: descriptors of slabs come in, descriptors of regions go out.
+"""The client's end of the shm socket: descriptors come in and go out, and requests that are answered at once.
 
 Source: docs/spec/shm.md.
 """
@@ -8,9 +8,13 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from typing import Final
 
 from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable, Unsupported, error_of
 from kvstore.transport.shm import Op, Reply, Request
+
+# Of one datagram in the kernel's memory, which takes some of the socket's buffer for itself.
+OVERHEAD_BYTES: Final = 1024
 
 
 class Exchange:
@@ -21,6 +25,8 @@ class Exchange:
         self._ticket = ticket
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._most_bytes = 0  # of a datagram
+        self._unreachable = not socket_path
         self._closed = False
 
     def slab(self, number: int, *, deadline: float) -> tuple[int, int]:
@@ -43,6 +49,48 @@ class Exchange:
         _, fds = self._ask(Request(Op.REGION, number, size_bytes), [fd], deadline)
         _close_all(fds)
 
+    def call(self, message: bytes, *, undo: bytes, deadline: float) -> bytes | None:
+        """The ServerMessage that answers this ClientMessage; None, and nothing was done, if it must take the stream.
+
+        `undo` is sent, behind it, if the answer does not come in time. Raises: StoreTimeout; what the daemon
+        answers.
+        """
+        if self._unreachable or not self._lock.acquire(blocking=False):
+            return None  # another thread's call is under way
+        try:
+            connection = self._socket or self._connect(deadline)
+            request = Request(Op.CALL, body=message).encode()
+            if len(request) > self._most_bytes:
+                return None
+            try:
+                return _round_trip(connection, request, [], deadline)[0].body
+            except TimeoutError:
+                with suppress(OSError):
+                    _send_now(connection, Request(Op.TELL, body=undo))
+                raise
+        except TimeoutError:
+            self._hang_up()
+            raise StoreTimeout("call: no answer from the store within the deadline; recompute") from None
+        except (OSError, Unsupported, StoreUnavailable):
+            self._hang_up()
+            return None
+        finally:
+            self._lock.release()
+
+    def tell(self, message: bytes) -> bool:
+        """The daemon will get this ClientMessage; False if it must take the stream. Never waits."""
+        if self._socket is None or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._socket is None:
+                return False
+            _send_now(self._socket, Request(Op.TELL, body=message))
+            return True
+        except OSError:
+            return False
+        finally:
+            self._lock.release()
+
     def close(self) -> None:
         """The connection is gone, and none is made any more; a call under way ends with StoreUnavailable."""
         self._closed = True
@@ -64,7 +112,7 @@ class Exchange:
             raise StoreTimeout("shm socket: the deadline passed before the request was sent; recompute")
         try:
             connection = self._socket or self._connect(deadline)
-            return _round_trip(connection, request, fds, deadline)
+            return _round_trip(connection, request.encode(), fds, deadline)
         except TimeoutError:
             # The answer may still come, and would be taken for that of the next request.
             self._hang_up()
@@ -82,11 +130,13 @@ class Exchange:
             raise Unsupported("shared memory: the daemon offers none; run the daemon with shared memory on this host")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, Request.MAX_BYTES)  # the kernel may give less
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.connect(self._path)
-            _round_trip(connection, Request(Op.ATTACH, ticket=self._ticket), [], deadline)
+            _round_trip(connection, Request(Op.ATTACH, ticket=self._ticket).encode(), [], deadline)
         except (FileNotFoundError, PermissionError) as error:
             connection.close()
+            self._unreachable = True
             raise Unsupported(
                 f"shm socket {self._path}: expected to reach the daemon's socket from here, got: "
                 f"{error.strerror}; run the client on the daemon's host, mount the directory of that path at "
@@ -95,6 +145,8 @@ class Exchange:
         except BaseException:
             connection.close()
             raise
+        granted = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self._most_bytes = min(granted - OVERHEAD_BYTES, Request.MAX_BYTES)
         self._socket = connection
         return connection
 
@@ -104,11 +156,12 @@ class Exchange:
             self._socket = None
 
 
-def _round_trip(
-    connection: socket.socket, request: Request, fds: list[int], deadline: float
-) -> tuple[Reply, list[int]]:
+def _round_trip(connection: socket.socket, request: bytes, fds: list[int], deadline: float) -> tuple[Reply, list[int]]:
     connection.settimeout(max(0.001, deadline - time.monotonic()))
-    socket.send_fds(connection, [request.encode()], fds)
+    if fds:
+        socket.send_fds(connection, [request], fds)
+    else:
+        connection.send(request)
     data, received, _, _ = socket.recv_fds(connection, Reply.MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
     try:
         reply = Reply.decode(data)
@@ -118,6 +171,12 @@ def _round_trip(
         _close_all(received)
         raise
     return reply, received
+
+
+def _send_now(connection: socket.socket, request: Request) -> None:
+    """Raises: BlockingIOError, if there is no room; OSError."""
+    connection.settimeout(0)
+    connection.send(request.encode())
 
 
 def _close_all(fds: list[int]) -> None:

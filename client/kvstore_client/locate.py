@@ -40,7 +40,7 @@ class Match:
         Idempotent; nothing to do once the session ended.
         """
         if self.lease and self._session.alive:
-            self._session.tell(pb.ClientMessage(release=pb.Release(lease=self.lease)))
+            self._session.release(self.lease)
 
 
 def locate(

@@ -65,6 +65,7 @@ class Session:
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
         self._ended: KVStoreError | None = None
+        self._beside = False  # whether requests may be sent over the shm socket
         self.ended = threading.Event()
         self.sent_at = self.heard_at = time.monotonic()
         self._outgoing: SimpleQueue[pb.ClientMessage | None] = SimpleQueue()
@@ -92,6 +93,7 @@ class Session:
         self.heartbeat_s = welcome.heartbeat_ms / 1000
         self.max_region_bytes = welcome.limits.max_region_bytes
         self.exchange = Exchange(welcome.shm.socket_path, welcome.shm.ticket)
+        self._beside = "call" in self.capabilities
         if not self.alive:
             self.exchange.close()
 
@@ -102,11 +104,13 @@ class Session:
         deadline: float,
         then: OnAnswer | None = None,
         lasting: bool = False,
+        undo: pb.ClientMessage | None = None,
     ) -> tuple[pb.ServerMessage, int]:
         """The answer, and the id of the request.
 
         `then` gets an answer that comes after the deadline; with `lasting`, every later one, and the
-        error that ends the stream, until `forget`.
+        error that ends the stream, until `forget`. `undo` is for requests that are answered at once: it is sent
+        behind the request if there was no answer in time. Where they can be, they are sent over the shm socket.
 
         Raises: the error that the daemon answers with; StoreTimeout; StoreUnavailable, if the stream
         ends or the breaker is open.
@@ -119,13 +123,35 @@ class Session:
                 f"circuit breaker: open, as the store did not answer; next try in {wait_s:.1f} s; recompute"
             )
         try:
-            entry = self._send(message, threading.Lock(), then, lasting=lasting, deadline=deadline)
-            answer = self._await(entry, deadline, message.WhichOneof("body") or "")
+            answer = self._call_beside(message, undo, deadline) if undo is not None and self._beside else None
+            if answer is None:
+                entry = self._send(message, threading.Lock(), then, lasting=lasting, deadline=deadline)
+                try:
+                    answer = self._await(entry, deadline, message.WhichOneof("body") or "")
+                except StoreTimeout:
+                    if undo is not None and self.alive:
+                        self.tell(undo)
+                    raise
         except KVStoreError as error:
             self.report(error)
             raise
         self._breaker.succeeded()
         return answer, message.request_id
+
+    def _call_beside(
+        self, message: pb.ClientMessage, undo: pb.ClientMessage, deadline: float
+    ) -> pb.ServerMessage | None:
+        """The answer over the shm socket; None if the request must take the stream."""
+        if not self.alive:
+            return None
+        message.request_id, undo.request_id = next(self._ids), next(self._ids)
+        data = self.exchange.call(message.SerializeToString(), undo=undo.SerializeToString(), deadline=deadline)
+        if data is None:
+            return None
+        answer = pb.ServerMessage.FromString(data)
+        if answer.HasField("status"):
+            raise error_from_status(answer.status)
+        return answer
 
     def start(self, message: pb.ClientMessage, then: OnAnswer) -> None:
         """The request is on its way; `then` gets the answer, or what ended the stream, exactly once."""
@@ -137,11 +163,17 @@ class Session:
     def tell(self, message: pb.ClientMessage) -> None:
         """The request is on its way, and nobody waits for an answer.
 
-        Takes no lock, so that finalizers may call it.
+        Waits for no lock, so that finalizers may call it.
         """
         message.request_id = next(self._ids)
         self.sent_at = time.monotonic()
         self._outgoing.put(message)
+
+    def release(self, lease: str) -> None:
+        """The lease, of requests that were all answered, will be given back. As `tell`; over the shm socket if it can."""
+        message = pb.ClientMessage(request_id=next(self._ids), release=pb.Release(lease=lease))
+        if not (self._beside and self.exchange.tell(message.SerializeToString())):
+            self.tell(message)
 
     def forget(self, request_id: int) -> None:
         """Nothing more is told about this request."""

@@ -6,7 +6,8 @@ against new writable mappings. A region is one memfd of a client, sealed against
 daemon copies.
 
 Descriptors travel over a unix socket of type SOCK_SEQPACKET: one `Request` datagram, with a descriptor where
-one is sent, is answered by one `Reply` datagram, with a descriptor where one was asked for.
+one is sent, is answered by one `Reply` datagram, with a descriptor where one was asked for. Requests of the session
+that are answered at once may travel there too, because a round trip is several times faster than on the stream.
 
 Source: docs/spec/shm.md, docs/adr/0003.
 """
@@ -156,51 +157,60 @@ class Op(IntEnum):
     ATTACH = 1  # first on each connection: ticket
     SLAB = 2  # id of the slab; the reply carries its descriptor
     REGION = 3  # id (chosen by the client, unused) and size of the region; the request carries its descriptor
+    CALL = 4  # a ClientMessage follows; a ServerMessage follows the reply
+    TELL = 5  # a ClientMessage follows; there is no reply
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One datagram to the daemon: `op` u32, `id` u32, `size_bytes` u64, ticket 16 bytes; little-endian."""
+    """One datagram to the daemon: `op` u32, `id` u32, `size_bytes` u64, ticket 16 bytes, body; little-endian."""
 
     op: Op
     id: int = 0
     size_bytes: int = 0
     ticket: bytes = b"\0" * TICKET_BYTES
+    body: bytes = b""  # of a CALL or TELL
 
     _FORMAT = struct.Struct("<IIQ16s")
     SIZE = _FORMAT.size
+    MAX_BYTES = 1 << 19
 
     def encode(self) -> bytes:
-        return self._FORMAT.pack(self.op, self.id, self.size_bytes, self.ticket)
+        return self._FORMAT.pack(self.op, self.id, self.size_bytes, self.ticket) + self.body
 
     @classmethod
     def decode(cls, data: bytes) -> "Request":
         """Raises: InvalidRequest, if it is not one."""
-        if len(data) != cls.SIZE:
+        if not cls.SIZE <= len(data) <= cls.MAX_BYTES:
             raise InvalidRequest(f"shm request: expected {cls.SIZE} bytes, got {len(data)}")
-        op, number, size_bytes, ticket = cls._FORMAT.unpack(data)
+        op, number, size_bytes, ticket = cls._FORMAT.unpack_from(data)
         try:
-            return cls(Op(op), number, size_bytes, ticket)
+            request = cls(Op(op), number, size_bytes, ticket, data[cls.SIZE :])
         except ValueError:
-            raise InvalidRequest(f"shm request: expected an op from 1 to 3, got {op}") from None
+            raise InvalidRequest(f"shm request: expected an op from 1 to 5, got {op}") from None
+        if request.body and request.op not in (Op.CALL, Op.TELL):
+            raise InvalidRequest(f"shm request: expected {cls.SIZE} bytes, got {len(data)}")
+        return request
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One datagram from the daemon: `code` u32 (a status code; 0: success), `num_slots` u32, then UTF-8 text.
+    """One datagram from the daemon: `code` u32 (a status code; 0: success), `num_slots` u32, text or body.
 
     `num_slots` is that of the slab handed out; with the spec, it tells the slab's whole layout.
     """
 
     code: int = 0
     num_slots: int = 0
-    message: str = ""
+    message: str = ""  # why it failed
+    body: bytes = b""  # the answer to a CALL
 
     _FORMAT = struct.Struct("<II")
     MAX_BYTES = 4096
 
     def encode(self) -> bytes:
-        return (self._FORMAT.pack(self.code, self.num_slots) + self.message.encode())[: self.MAX_BYTES]
+        rest = self.message.encode() if self.code else self.body
+        return (self._FORMAT.pack(self.code, self.num_slots) + rest)[: self.MAX_BYTES]
 
     @classmethod
     def decode(cls, data: bytes) -> "Reply":
@@ -208,7 +218,8 @@ class Reply:
         if len(data) < cls._FORMAT.size:
             raise StoreUnavailable(f"shm socket: expected a reply, got {len(data)} bytes; reconnect")
         code, num_slots = cls._FORMAT.unpack_from(data)
-        return cls(code, num_slots, data[cls._FORMAT.size :].decode(errors="replace"))
+        rest = data[cls._FORMAT.size :]
+        return cls(code, num_slots, rest.decode(errors="replace")) if code else cls(0, num_slots, body=rest)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -83,7 +83,7 @@ class Daemon:
             version=version,
             clock=time.monotonic,
         )
-        self._descriptors = DescriptorSocket(self._shm_path, self.tier, self.service.session_of)
+        self._descriptors = DescriptorSocket(self._shm_path, self.tier, self.service.session_of, self.service.call)
         self._stop_prefault = threading.Event()
         self._version = version
 

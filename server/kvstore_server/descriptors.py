@@ -1,9 +1,10 @@
-"""The shm socket: hands out read-only descriptors of slabs, and takes in the descriptors of regions.
+"""The shm socket: hands out descriptors of slabs, takes in those of regions, and answers quick requests.
 
 A connection belongs to a session once it has shown the session's ticket. Nothing here blocks: requests are
-small datagrams, answered at once. Source: docs/spec/shm.md.
+datagrams, answered at once. Source: docs/spec/shm.md.
 """
 
+import array
 import asyncio
 import contextlib
 import os
@@ -11,6 +12,7 @@ import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -22,14 +24,27 @@ from kvstore_server.tiers.cpu import CpuTier
 
 log = structlog.get_logger()
 
+MAX_FDS: Final = 4  # taken from one datagram; more than one is refused
+
 
 class DescriptorSocket:
-    """Listens on `path`. `session_of` finds the living session that a ticket belongs to."""
+    """Listens on `path`.
 
-    def __init__(self, path: Path, tier: CpuTier, session_of: Callable[[bytes], Session | None]) -> None:
+    `session_of` finds the living session that a ticket belongs to; `call` answers one ClientMessage of a session.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tier: CpuTier,
+        session_of: Callable[[bytes], Session | None],
+        call: Callable[[Session, bytes], bytes],
+    ) -> None:
         self.path = path
         self._tier = tier
         self._session_of = session_of
+        self._call = call
+        self._buffer = bytearray(Request.MAX_BYTES + 1)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._connections: dict[socket.socket, Session | None] = {}
 
@@ -62,9 +77,9 @@ class DescriptorSocket:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            data, received, _, _ = socket.recv_fds(connection, Request.SIZE + 1, 4)
-        except BlockingIOError:
-            return
+            data, received = self._receive(connection)
+        except (BlockingIOError, ConnectionResetError):
+            return  # reset: it left before it read an answer; what it sent last, and then its end, can still be read
         except OSError:
             data, received = b"", []
         if not data:
@@ -74,17 +89,31 @@ class DescriptorSocket:
         try:
             reply = self._answer(connection, Request.decode(data), received, sent)
         except KVStoreError as error:
-            log.warning("descriptor request refused", error=str(error), session=repr(self._connections[connection]))
+            log.warning("shm request refused", error=str(error), session=repr(self._connections[connection]))
             reply = Reply(error.code, 0, str(error))
         try:
-            socket.send_fds(connection, [reply.encode()], sent)
+            if sent:
+                socket.send_fds(connection, [reply.encode()], sent)
+            elif reply is not None:
+                connection.send(reply.encode())
         except OSError:
             self._drop(connection)  # does not read its answers, or is gone
         finally:
             for fd in (*received, *sent):
                 os.close(fd)
 
-    def _answer(self, connection: socket.socket, request: Request, received: list[int], sent: list[int]) -> Reply:
+    def _receive(self, connection: socket.socket) -> tuple[bytes, list[int]]:
+        size, ancillary, _, _ = connection.recvmsg_into([self._buffer], socket.CMSG_SPACE(4 * MAX_FDS))
+        fds = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        return bytes(memoryview(self._buffer)[:size]), fds.tolist()
+
+    def _answer(
+        self, connection: socket.socket, request: Request, received: list[int], sent: list[int]
+    ) -> Reply | None:
+        """The reply, None to a TELL; descriptors that go with it are added to `sent`."""
         if request.op is Op.ATTACH:
             self._connections[connection] = self._session_of(request.ticket)
             if self._connections[connection] is None:
@@ -95,6 +124,11 @@ class DescriptorSocket:
             raise NotAuthenticated("connection: expected ATTACH first; show the session's ticket")
         if session.ended:
             raise StoreUnavailable("session: it has ended; open another")
+        if request.op is Op.CALL:
+            return Reply(body=self._call(session, request.body))
+        if request.op is Op.TELL:
+            self._call(session, request.body)
+            return None
         if request.op is Op.SLAB:
             slab = SlabId(request.id)
             if not self._tier.belongs(slab, session.space.namespace):

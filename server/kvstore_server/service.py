@@ -54,7 +54,8 @@ log = structlog.get_logger()
 
 MAX_NAME_BYTES: Final = 256
 SILENT_HEARTBEATS: Final = 3
-CAPABILITIES: Final = ("follow", "verify")
+CAPABILITIES: Final = ("follow", "verify", "call")
+CALLABLE: Final = ("match", "prefetch", "release")  # answered at once, in a few bytes
 CHECKSUMS: Final = "checksums"
 
 
@@ -82,19 +83,21 @@ class StoreService:
         self._version = version
         self._clock = clock
         self._last_session = 0
-        self._handlers: dict[str, Callable[[Connection, int, Any], Awaitable[pb.ServerMessage | None]]] = {
+        self._handlers: dict[str, Callable[[Connection, int, Any], pb.ServerMessage | None]] = {
             "match": self._match,
             "prefetch": self._prefetch,
             "load": self._load,
             "store": self._reserve,
-            "store_part": self._store_part,
             "commit": self._commit,
             "abort": self._abort,
             "release": self._release,
-            "verify": self._verify,
             "drop_regions": self._drop_regions,
             "slabs_dropped": self._slabs_dropped,
             "ping": self._ping,
+        }
+        self._starters: dict[str, Callable[[Connection, int, Any], Awaitable[None]]] = {
+            "store_part": self._store_part,
+            "verify": self._verify,
         }
 
     def session_of(self, ticket: bytes) -> ClientSession | None:
@@ -239,19 +242,51 @@ class StoreService:
                 connection.post(message)
 
     async def _handle(self, connection: Connection, message: pb.ClientMessage) -> None:
-        kind = message.WhichOneof("body")
-        handler = self._handlers.get(kind or "")
+        kind = message.WhichOneof("body") or "none"
+        reply: pb.ServerMessage | None = None
         try:
-            if handler is None:
-                raise InvalidRequest(f"request: expected one of {', '.join(self._handlers)}, got {kind}")
-            reply = await handler(connection, message.request_id, getattr(message, kind or ""))
+            if kind in self._starters:
+                await self._starters[kind](connection, message.request_id, getattr(message, kind))
+            else:
+                reply = self._answer(connection, message, kind)
         except KVStoreError as error:
-            reply = pb.ServerMessage(request_id=message.request_id, status=status_of(error))
+            reply = pb.ServerMessage(status=status_of(error))
         except Exception as error:
-            reply = bug_of(error, message.request_id, kind=kind or "none")
+            reply = bug_of(error, message.request_id, kind=kind)
         if reply is not None:
             reply.request_id = message.request_id
             await connection.send(reply)
+
+    def _answer(self, connection: Connection, message: pb.ClientMessage, kind: str) -> pb.ServerMessage | None:
+        handler = self._handlers.get(kind)
+        if handler is None:
+            known = ", ".join([*self._handlers, *self._starters])
+            raise InvalidRequest(f"request: expected one of {known}, got {kind}")
+        return handler(connection, message.request_id, getattr(message, kind))
+
+    def call(self, session: ClientSession, data: bytes) -> bytes:
+        """The ServerMessage that answers one ClientMessage of the session, which came beside the stream.
+
+        Raises: InvalidRequest, if it is none, or of a kind that must come on the stream; what the request raises.
+        """
+        connection = self.connections[session.id]
+        connection.heard_at = self._clock()
+        try:
+            message = pb.ClientMessage.FromString(data)
+        except DecodeError as error:
+            raise InvalidRequest(f"call: expected a ClientMessage, got: {error}; use the same protocol") from None
+        kind = message.WhichOneof("body") or "none"
+        if kind not in CALLABLE:
+            raise InvalidRequest(f"call: expected one of {', '.join(CALLABLE)}, got {kind}; send it on the stream")
+        try:
+            reply = self._answer(connection, message, kind)
+        except KVStoreError:
+            raise
+        except Exception as error:
+            reply = bug_of(error, message.request_id, kind=kind)
+        assert reply is not None
+        reply.request_id = message.request_id
+        return reply.SerializeToString()
 
     async def _tell(self, connection: Connection) -> None:
         """Follows are told what arrived, as it arrives, until the connection stops."""
@@ -283,15 +318,15 @@ class StoreService:
 
     # Requests.
 
-    async def _match(self, connection: Connection, _: int, request: pb.Match) -> pb.ServerMessage:
+    def _match(self, connection: Connection, _: int, request: pb.Match) -> pb.ServerMessage:
         num_blocks, num_writing = connection.session.match(unpack_hashes(request.hashes), _lease(request.lease))
         return pb.ServerMessage(matched=pb.Matched(num_blocks=num_blocks, num_writing=num_writing))
 
-    async def _prefetch(self, connection: Connection, _: int, request: pb.Prefetch) -> pb.ServerMessage:
+    def _prefetch(self, connection: Connection, _: int, request: pb.Prefetch) -> pb.ServerMessage:
         rows, _num_writing = connection.session.space.index.prefix(unpack_hashes(request.hashes))
         return pb.ServerMessage(prefetched=pb.Prefetched(num_blocks=len(rows)))
 
-    async def _load(self, connection: Connection, request_id: int, request: pb.Load) -> pb.ServerMessage:
+    def _load(self, connection: Connection, request_id: int, request: pb.Load) -> pb.ServerMessage:
         loaded = connection.session.load(
             request_id, unpack_hashes(request.hashes), lease=_lease(request.lease), follow=request.follow
         )
@@ -306,7 +341,7 @@ class StoreService:
             connection.told.set()  # parts that arrived before; told after this answer, because both wait their turn
         return pb.ServerMessage(located=located)
 
-    async def _reserve(self, connection: Connection, _: int, request: pb.Store_) -> pb.ServerMessage:
+    def _reserve(self, connection: Connection, _: int, request: pb.Store_) -> pb.ServerMessage:
         if self.draining:
             raise StoreFull("the store is draining and takes nothing new; skip this save")
         if len(request.parent) not in (0, HASH_BYTES):
@@ -340,14 +375,14 @@ class StoreService:
         checksums = await self._mover.take_in(intake.copies)
         return self._store.parts_arrived(intake, checksums)
 
-    async def _commit(self, connection: Connection, _: int, request: pb.Commit) -> pb.ServerMessage:
+    def _commit(self, connection: Connection, _: int, request: pb.Commit) -> pb.ServerMessage:
         outcomes = connection.session.commit(request.write_id)
         return pb.ServerMessage(committed=pb.Committed(outcomes=bytes(outcomes)))
 
-    async def _abort(self, connection: Connection, _: int, request: pb.Abort) -> pb.ServerMessage:
+    def _abort(self, connection: Connection, _: int, request: pb.Abort) -> pb.ServerMessage:
         return pb.ServerMessage(aborted=pb.Aborted(num_blocks=connection.session.abort(request.write_id)))
 
-    async def _release(self, connection: Connection, _: int, request: pb.Release) -> pb.ServerMessage:
+    def _release(self, connection: Connection, _: int, request: pb.Release) -> pb.ServerMessage:
         num_blocks = connection.session.release(_lease(request.lease))
         return pb.ServerMessage(released=pb.Released(num_blocks=num_blocks))
 
@@ -393,15 +428,15 @@ class StoreService:
         differ: AnyArray = (found.reshape(expected.shape) != expected).any(axis=1)
         return differ
 
-    async def _drop_regions(self, connection: Connection, _: int, request: pb.DropRegions) -> pb.ServerMessage:
+    def _drop_regions(self, connection: Connection, _: int, request: pb.DropRegions) -> pb.ServerMessage:
         connection.session.drop_regions(request.regions)
         return pb.ServerMessage(regions_dropped=pb.RegionsDropped())
 
-    async def _slabs_dropped(self, connection: Connection, _: int, request: pb.SlabsDropped) -> None:
+    def _slabs_dropped(self, connection: Connection, _: int, request: pb.SlabsDropped) -> None:
         for slab in request.slabs:
             self._store.tier.unmapped(SlabId(slab), connection.session.id)
 
-    async def _ping(self, connection: Connection, _: int, request: pb.Ping) -> pb.ServerMessage:
+    def _ping(self, connection: Connection, _: int, request: pb.Ping) -> pb.ServerMessage:
         return pb.ServerMessage(pong=pb.Pong())
 
 
