@@ -66,7 +66,7 @@ clean:  ## remove the virtual environment and the caches
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-$(DEV): pyproject.toml hatch_build.py kvstore/transport/memory.c
+$(DEV): pyproject.toml hatch_build.py kvstore/transport/memory.c server/kvstore_server/table.c
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing kvstore and the development tools"
 	@$(PIP) install -e '.[dev]'

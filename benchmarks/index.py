@@ -15,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.types import BlockHash
+from kvstore.hashing import unpack
+from kvstore.types import HASH_BYTES
 from kvstore_server.eviction import LRU, Ticks
-from kvstore_server.index import NONE, Index
+from kvstore_server.index import Index
+from kvstore_server.table import NONE
 
 CHAIN = 64
 EVICTIONS = 10_000
@@ -52,7 +54,7 @@ def main() -> None:
 def fill(index: Index, num_blocks: int) -> None:
     """Chains of 64 blocks, committed."""
     for first in range(0, num_blocks // CHAIN * CHAIN, CHAIN):
-        hashes = [BlockHash(os.urandom(32)) for _ in range(CHAIN)]
+        hashes = unpack(os.urandom(HASH_BYTES * CHAIN))
         numbers = np.arange(first, first + CHAIN)
         rows, _ = index.insert(hashes, parent=NONE, slots=numbers, generations=numbers + 1)
         index.touch(rows)

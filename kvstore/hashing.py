@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, Protocol, SupportsIndex, TypeAlias
 import numpy as np
 
 from kvstore.errors import InvalidRequest
-from kvstore.types import HASH_BYTES, BlockHash, Namespace
+from kvstore.types import HASH_BYTES, BlockHash, HashArray, Namespace
 
 MIN_DIGEST_BYTES: Final = 16
 MAX_DIGEST_BYTES: Final = 64
@@ -144,15 +144,14 @@ def pack(hashes: Sequence[BlockHash]) -> bytes:
     return b"".join(hashes)
 
 
-def unpack(data: bytes) -> list[BlockHash]:
-    """The hashes that `pack` put end to end.
+def unpack(data: bytes) -> HashArray:
+    """`[n]`: the hashes that `pack` put end to end, in place.
 
     Raises: InvalidRequest, if the length is no multiple of 32.
     """
     if len(data) % HASH_BYTES:
         raise InvalidRequest(f"hashes: expected a multiple of {HASH_BYTES} bytes, got {len(data)}; do not cut them")
-    split: list[BlockHash] = np.frombuffer(data, dtype=f"V{HASH_BYTES}").tolist()
-    return split
+    return np.frombuffer(data, dtype=f"V{HASH_BYTES}")
 
 
 def _digest(parent: bytes, count: bytes, tokens: bytes, keys: bytes) -> BlockHash:

@@ -20,6 +20,7 @@ SlabId = NewType("SlabId", int)  # never reused within one boot
 IntArray: TypeAlias = npt.NDArray[np.int64]
 ByteArray: TypeAlias = npt.NDArray[np.uint8]
 AnyArray: TypeAlias = npt.NDArray[Any]
+HashArray: TypeAlias = npt.NDArray[np.void]  # [n] block hashes: records of HASH_BYTES bytes
 
 
 class Outcome(IntEnum):

@@ -11,7 +11,7 @@ import numpy as np
 from kvstore.errors import InvalidRequest, KVStoreError, error_of
 from kvstore.hashing import unpack
 from kvstore.spec import MAX_PARTS, KVSpec
-from kvstore.types import HASH_BYTES, BlockHash, IntArray
+from kvstore.types import HASH_BYTES, HashArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 
 PROTOCOL_VERSION: Final = 1
@@ -62,8 +62,8 @@ def spec_from_proto(message: pb.Spec) -> KVSpec:
     )
 
 
-def unpack_hashes(data: bytes) -> list[BlockHash]:
-    """The hashes of a request. Raises: InvalidRequest, if cut or more than `MAX_HASHES`."""
+def unpack_hashes(data: bytes) -> HashArray:
+    """`[n]` hashes of a request. Raises: InvalidRequest, if cut or more than `MAX_HASHES`."""
     if len(data) > MAX_HASHES * HASH_BYTES:
         raise InvalidRequest(
             f"hashes: expected at most {MAX_HASHES}, got {len(data) // HASH_BYTES}; ask in several requests"

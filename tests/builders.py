@@ -5,8 +5,9 @@ import hashlib
 import numpy as np
 
 from kvstore.hashing import chain as chain_of
+from kvstore.hashing import pack, unpack
 from kvstore.spec import KVSpec
-from kvstore.types import BlockHash, ByteArray
+from kvstore.types import BlockHash, ByteArray, HashArray
 
 
 def spec(
@@ -41,3 +42,8 @@ def block_bytes(kv: KVSpec, block_hash: BlockHash) -> ByteArray:
 def rows(kv: KVSpec, hashes: list[BlockHash]) -> ByteArray:
     """`[num_blocks, block_bytes]`."""
     return np.stack([block_bytes(kv, block_hash) for block_hash in hashes])
+
+
+def records(hashes: list[BlockHash]) -> HashArray:
+    """`[num_blocks]`: the hashes as the daemon takes them."""
+    return unpack(pack(hashes))

@@ -63,11 +63,16 @@ class Exchange:
             if len(request) > self._most_bytes:
                 return None
             try:
-                return _round_trip(connection, request, [], deadline)[0].body
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                connection.send(request)
+                reply = Reply.decode(connection.recv(Reply.MAX_BYTES))
             except TimeoutError:
                 with suppress(OSError):
                     _send_now(connection, Request(Op.TELL, body=undo))
                 raise
+            if reply.code:
+                raise error_of(reply.code, reply.message)
+            return reply.body
         except TimeoutError:
             self._hang_up()
             raise StoreTimeout("call: no answer from the store within the deadline; recompute") from None
@@ -79,13 +84,12 @@ class Exchange:
 
     def tell(self, message: bytes) -> bool:
         """The daemon will get this ClientMessage; False if it must take the stream. Never waits."""
-        if self._socket is None or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._socket is None:
-                return False
-            _send_now(self._socket, Request(Op.TELL, body=message))
-            return True
+            if self._socket is not None:
+                _send_now(self._socket, Request(Op.TELL, body=message))
+            return self._socket is not None
         except OSError:
             return False
         finally:
@@ -158,10 +162,7 @@ class Exchange:
 
 def _round_trip(connection: socket.socket, request: bytes, fds: list[int], deadline: float) -> tuple[Reply, list[int]]:
     connection.settimeout(max(0.001, deadline - time.monotonic()))
-    if fds:
-        socket.send_fds(connection, [request], fds)
-    else:
-        connection.send(request)
+    socket.send_fds(connection, [request], fds)
     data, received, _, _ = socket.recv_fds(connection, Reply.MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
     try:
         reply = Reply.decode(data)

@@ -170,7 +170,7 @@ class Session:
         self._outgoing.put(message)
 
     def release(self, lease: str) -> None:
-        """The lease, of requests that were all answered, will be given back. As `tell`; over the shm socket if it can."""
+        """The lease, of requests that were all answered, will be given back; as `tell`, but it may overtake."""
         message = pb.ClientMessage(request_id=next(self._ids), release=pb.Release(lease=lease))
         if not (self._beside and self.exchange.tell(message.SerializeToString())):
             self.tell(message)

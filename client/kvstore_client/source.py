@@ -149,7 +149,8 @@ class Source:
                 found[rows] = hash_pieces(sources[rows], sizes[rows])
             else:
                 found[rows] = copy_and_hash_pieces(targets[rows], sources[rows], sizes[rows])
-        return blocks[found != expected]
+        wrong: IntArray = blocks[found != expected]
+        return wrong
 
 
 def _runs(num_rows: int, row_bytes: int) -> Iterator[slice]:

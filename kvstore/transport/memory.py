@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import xxhash
 
-from kvstore.types import AnyArray, ByteArray, IntArray
+from kvstore.types import AnyArray, IntArray
 
 Move: TypeAlias = Callable[[AnyArray | None, AnyArray, AnyArray, AnyArray | None], None]
 
@@ -42,7 +42,7 @@ def hash_pieces(addresses: IntArray, sizes: IntArray) -> AnyArray:
     return checksums
 
 
-def address_of(array: ByteArray) -> int:
+def address_of(array: AnyArray) -> int:
     """Where the array's first byte lies."""
     address: int = array.__array_interface__["data"][0]
     return address
@@ -58,7 +58,7 @@ def load_native() -> Move:
     move.restype = None
     move.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 5]
     package = importlib.util.find_spec("xxhash._xxhash")
-    xxh3 = ctypes.cast(ctypes.CDLL(package and package.origin).XXH3_64bits, ctypes.c_void_p)
+    xxh3 = ctypes.cast(ctypes.CDLL(package.origin if package else None).XXH3_64bits, ctypes.c_void_p)
 
     def native(targets: AnyArray | None, sources: AnyArray, sizes: AnyArray, checksums: AnyArray | None) -> None:
         move(

@@ -8,7 +8,7 @@ from typing import Any, Final
 import grpc
 
 from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError
-from kvstore.types import HASH_BYTES, BootId, Namespace
+from kvstore.types import BootId, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import spec_to_proto, unpack_hashes
 from kvstore_server.access import AUTHORIZATION, authorize
@@ -19,7 +19,6 @@ from kvstore_server.store import Store
 from kvstore_server.values import Change, Space
 
 MAX_EVENTS_BEHIND: Final = 10_000
-_ROOT: Final = b"\0" * HASH_BYTES
 _SNAPSHOT_BLOCKS: Final = 4096  # per event
 
 
@@ -49,8 +48,8 @@ class Journal:
             sequence=sequence,
             kind=pb.Event.STORED if change.stored else pb.Event.REMOVED,
             namespace=change.namespace,
-            hashes=b"".join(change.hashes),
-            parents=b"".join(parent or _ROOT for parent in change.parents),
+            hashes=change.hashes.tobytes(),
+            parents=change.parents.tobytes(),
             tier="cpu",
             block_tokens=change.block_tokens,
         )

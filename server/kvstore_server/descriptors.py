@@ -92,10 +92,8 @@ class DescriptorSocket:
             log.warning("shm request refused", error=str(error), session=repr(self._connections[connection]))
             reply = Reply(error.code, 0, str(error))
         try:
-            if sent:
+            if reply is not None:
                 socket.send_fds(connection, [reply.encode()], sent)
-            elif reply is not None:
-                connection.send(reply.encode())
         except OSError:
             self._drop(connection)  # does not read its answers, or is gone
         finally:

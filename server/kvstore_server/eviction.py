@@ -100,7 +100,7 @@ class LRU:
         self._stamps[rows] = np.arange(before + count, before, -1)
 
     def became_unheld(self, rows: IntArray) -> None:
-        stamps = self._stamps[rows]
+        stamps = self._stamps.take(rows)
         covered = stamps <= self._scanned
         if covered.any():
             for stamp, row in zip(stamps[covered].tolist(), rows[covered].tolist(), strict=True):

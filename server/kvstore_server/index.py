@@ -9,16 +9,15 @@ lost in mid-chain leaves its row behind as a hole: what follows cannot be matche
 Whole prefixes are handled by vectorised operations, because a match has 0.15 us a block (docs/adr/0004).
 """
 
-from collections.abc import Sequence
-from itertools import repeat
 from typing import Final
 
 import numpy as np
 
-from kvstore.types import AnyArray, BlockHash, IntArray
+from kvstore.hashing import unpack
+from kvstore.types import AnyArray, BlockHash, HashArray, IntArray
 from kvstore_server.eviction import BoolArray, EvictionPolicy
+from kvstore_server.table import NONE, HashTable
 
-NONE: Final = -1  # in arrays of rows: no such row
 _FIRST_ROWS: Final = 1024
 _ONE: Final = np.int32(1)  # of the columns' type: another would be cast element by element, at 50 times the cost
 
@@ -36,9 +35,9 @@ class Index:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._rows: dict[BlockHash, int] = {}
-        self._hashes: list[BlockHash | None] = []
+        self._table = HashTable()
         self._unused: list[int] = []
+        self._known: AnyArray = np.zeros(0, np.bool_)  # has a hash, so is in use
         self._state: AnyArray = np.zeros(0, np.int8)
         self._pinned: AnyArray = np.zeros(0, np.bool_)
         self._leases: AnyArray = np.zeros(0, np.int32)
@@ -54,27 +53,26 @@ class Index:
 
     def __len__(self) -> int:
         """Rows in use."""
-        return len(self._rows)
+        return len(self._table)
 
     # Questions.
 
-    def find(self, hashes: Sequence[BlockHash]) -> IntArray:
+    def find(self, hashes: HashArray) -> IntArray:
         """`[n]` rows, NONE where the hash is not known."""
-        try:
-            return np.fromiter(map(self._rows.__getitem__, hashes), np.int64, count=len(hashes))
-        except KeyError:
-            return np.fromiter(map(self._rows.get, hashes, repeat(NONE)), np.int64, count=len(hashes))
+        return self._table.find(hashes)
 
-    def prefix(self, hashes: Sequence[BlockHash]) -> tuple[IntArray, int]:
+    def prefix(self, hashes: HashArray) -> tuple[IntArray, int]:
         """Rows of the longest committed prefix, and how many blocks right after it are being written."""
         rows = self.find(hashes)
-        state = self.states(rows)
-        num_committed = _leading(state == State.COMMITTED)
-        return rows[:num_committed], _leading(state[num_committed:] == State.WRITING)
+        states = self.states(rows)
+        num_committed = _leading(states == State.COMMITTED)
+        if num_committed == len(rows):
+            return rows, 0
+        return rows[:num_committed], _leading(states[num_committed:] == State.WRITING)
 
     def row(self, block_hash: BlockHash) -> int:
         """The row of one block, NONE if it is not known."""
-        return self._rows.get(block_hash, NONE)
+        return int(self._table.find(unpack(block_hash))[0])
 
     def state(self, row: int) -> int:
         """The state of one row; HOLE for NONE."""
@@ -82,7 +80,8 @@ class Index:
 
     def states(self, rows: IntArray) -> AnyArray:
         """`[n]` states; HOLE for NONE."""
-        states: AnyArray = np.where(rows == NONE, State.HOLE, self._state[rows])
+        states: AnyArray = self._state.take(rows)
+        states[rows == NONE] = State.HOLE
         return states
 
     def slots(self, rows: IntArray) -> IntArray:
@@ -93,17 +92,16 @@ class Index:
         generations: IntArray = self._generation[rows]
         return generations
 
-    def hash_of(self, row: int) -> BlockHash:
-        block_hash = self._hashes[row]
-        assert block_hash is not None, f"row {row} is unused"
-        return block_hash
+    def hashes_of(self, rows: IntArray) -> HashArray:
+        assert self._known[rows].all(), "a row that is not in use has no hash"
+        return self._table.hashes_of(rows)
 
-    def hashes_of(self, rows: IntArray) -> list[BlockHash]:
-        return [self.hash_of(row) for row in rows.tolist()]
-
-    def parent_hashes(self, rows: IntArray) -> list[BlockHash | None]:
-        """The hash of the block before each of these; None for one that starts a chain."""
-        return [None if parent == NONE else self.hash_of(parent) for parent in self._parent[rows].tolist()]
+    def parent_hashes(self, rows: IntArray) -> HashArray:
+        """The hash of the block before each of these; zeros for one that starts a chain."""
+        parents = self._parent[rows]
+        hashes = self._table.hashes_of(parents)
+        hashes[parents == NONE] = b""
+        return hashes
 
     def committed(self) -> IntArray:
         """Rows of all committed blocks."""
@@ -161,7 +159,7 @@ class Index:
     # Changes.
 
     def insert(
-        self, hashes: Sequence[BlockHash], *, parent: int, slots: IntArray, generations: IntArray
+        self, hashes: HashArray, *, parent: int, slots: IntArray, generations: IntArray
     ) -> tuple[IntArray, IntArray]:
         """Those of a run of a chain that have no bytes are being written, each into its slot, in order.
 
@@ -173,9 +171,8 @@ class Index:
         if len(unknown):
             new = self._new_rows(len(unknown))
             rows[unknown] = new
-            for position, row in zip(unknown.tolist(), new, strict=True):
-                self._hashes[row] = block_hash = hashes[position]
-                self._rows[block_hash] = row
+            self._known[new] = True
+            self._table.add(hashes[unknown], new)
             parents = np.concatenate([[parent], rows[:-1]])[unknown]
             self._parent[new] = parents
             np.add.at(self._children, parents[parents != NONE], _ONE)
@@ -205,7 +202,7 @@ class Index:
     def unlease(self, rows: IntArray) -> None:
         """Undoes one `lease` of the same rows."""
         np.subtract.at(self._leases, rows, _ONE)
-        assert (self._leases[rows] >= 0).all(), "more leases given back than taken"
+        assert self._leases.take(rows).min(initial=0) >= 0, "more leases given back than taken"
         self._let_go(rows)
 
     def pin(self, rows: IntArray) -> None:
@@ -223,17 +220,13 @@ class Index:
         while row != NONE:
             before.append(row)
             row = self._parent_at[row]
-        self._policy.touch(np.concatenate([np.array(before[::-1], np.int64), rows]))
+        self._policy.touch(np.concatenate([np.array(before[::-1], np.int64), rows]) if before else rows)
 
-    def evict(self, count: int) -> tuple[list[BlockHash], IntArray]:
+    def evict(self, count: int) -> tuple[HashArray, IntArray]:
         """Up to `count` blocks that nothing holds are gone, as the policy orders; their hashes and slots."""
-        rows = self._policy.victims(count, self)
-        gone = np.array(rows, np.int64)
+        gone = np.array(self._policy.victims(count, self), np.int64)
         hashes = self.hashes_of(gone)
-        for row, block_hash in zip(rows, hashes, strict=True):
-            del self._rows[block_hash]
-            self._hashes[row] = None
-        self._unused.extend(rows)
+        self._forget(gone)
         left = np.setdiff1d(self._parent[gone], gone)
         for parent in left[self.states(left) == State.HOLE].tolist():
             if parent != NONE:
@@ -245,7 +238,7 @@ class Index:
     def _let_go(self, rows: IntArray) -> None:
         """A lease or a pin of these rows is gone: the policy knows, and holes that nothing else holds are gone."""
         self._policy.became_unheld(rows)
-        for row in rows[self._state[rows] == State.HOLE].tolist():
+        for row in rows[self._state.take(rows) == State.HOLE].tolist():
             self._forget_if_unused(row)
 
     def _forget_if_unused(self, row: int) -> None:
@@ -255,11 +248,9 @@ class Index:
             and not self._leases_at[row]
             and not self._children_at[row]
             and not self._pinned_at[row]
-            and self._hashes[row] is not None
+            and self._known[row]
         ):
-            del self._rows[self.hash_of(row)]
-            self._hashes[row] = None
-            self._unused.append(row)
+            self._forget(np.array([row]))
             parent = self._parent_at[row]
             if parent == NONE:
                 return
@@ -268,22 +259,30 @@ class Index:
                 self._tell_if_childless(parent)
             row = parent
 
+    def _forget(self, rows: IntArray) -> None:
+        """The rows, which nothing holds, can be used for others."""
+        self._table.remove(rows)
+        self._known[rows] = False
+        self._unused.extend(rows.tolist())
+        if self._table.needs_rebuild():
+            self._table.rebuild(np.flatnonzero(self._known))
+
     def _tell_if_childless(self, row: int) -> None:
         """The policy knows of a stored row that has lost its last child."""
         if not self._children_at[row]:
             self._policy.became_childless(row)
 
-    def _new_rows(self, count: int) -> list[int]:
+    def _new_rows(self, count: int) -> IntArray:
         while len(self._unused) < count:
-            self._grow(2 * len(self._hashes))
-        rows = self._unused[: -count - 1 : -1]
+            self._grow(2 * len(self._known))
+        rows = np.array(self._unused[: -count - 1 : -1], np.int64)
         del self._unused[-count:]
         return rows
 
     def _grow(self, num_rows: int) -> None:
-        old = len(self._hashes)
+        old = len(self._known)
         more = num_rows - old
-        for name in ("_state", "_pinned", "_leases", "_children", "_parent", "_slot", "_generation"):
+        for name in ("_known", "_state", "_pinned", "_leases", "_children", "_parent", "_slot", "_generation"):
             column: AnyArray = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
         # One value through a memoryview costs half of one through the array.
@@ -292,15 +291,15 @@ class Index:
         self._leases_at = self._leases.data
         self._children_at = self._children.data
         self._parent_at = self._parent.data
-        self._hashes.extend(repeat(None, more))
+        self._table.resize(num_rows, np.flatnonzero(self._known))
         self._unused.extend(range(num_rows - 1, old - 1, -1))
         self._policy.resize(num_rows)
 
     def validate(self) -> None:
         """Every invariant of this class holds, else AssertionError. O(n): for tests."""
-        used = np.array([row for row, block_hash in enumerate(self._hashes) if block_hash is not None], np.int64)
-        assert self._rows == {self._hashes[row]: row for row in used.tolist()}
-        assert sorted([*self._unused, *used.tolist()]) == list(range(len(self._hashes)))
+        used = np.flatnonzero(self._known)
+        self._table.validate(used)
+        assert sorted([*self._unused, *used.tolist()]) == list(range(len(self._known)))
         assert (self._leases >= 0).all()
         unused = np.array(self._unused, np.int64)
         for column in (self._state, self._leases, self._children, self._pinned):
@@ -309,8 +308,7 @@ class Index:
         parents = self._parent[used]
         np.add.at(children, parents[parents != NONE], 1)
         assert (children == self._children).all(), "children are miscounted"
-        for row in parents[parents != NONE].tolist():
-            assert self._hashes[row] is not None, "a parent was forgotten before its child"
+        assert self._known[parents[parents != NONE]].all(), "a parent was forgotten before its child"
         with_bytes = used[self._state[used] != State.HOLE]
         assert len(np.unique(self._slot[with_bytes])) == len(with_bytes), "two blocks in one slot"
         holes = used[self._state[used] == State.HOLE]
@@ -320,4 +318,7 @@ class Index:
 
 def _leading(flags: AnyArray) -> int:
     """How many of the flags are set before the first that is not."""
-    return int(flags.argmin()) if len(flags) and not flags.all() else len(flags)
+    if not len(flags):
+        return 0
+    first = int(flags.argmin())
+    return len(flags) if flags[first] else first

@@ -6,9 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.types import BlockHash, IntArray, Namespace, SessionId, SlabId
+from kvstore.types import HashArray, IntArray, Namespace, SessionId, SlabId
 from kvstore_server.eviction import Ticks
-from kvstore_server.index import NONE
+from kvstore_server.table import NONE
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
 from kvstore_server.values import Change, Counters, Space
 
@@ -119,6 +119,6 @@ class Room:
         self.tier.retract(slots, used_bytes=space.spec.block_bytes)
         self.tier.arena.free(slots)
 
-    def _tell_removed(self, space: Space, hashes: list[BlockHash]) -> None:
-        if hashes:
-            self._on_change(Change(space.namespace, False, hashes, [], space.spec.block_tokens))
+    def _tell_removed(self, space: Space, hashes: HashArray) -> None:
+        if len(hashes):
+            self._on_change(Change(space.namespace, False, hashes, hashes[:0], space.spec.block_tokens))

@@ -26,7 +26,7 @@ from kvstore.errors import (
     WriterFailed,
 )
 from kvstore.spec import KVSpec
-from kvstore.types import HASH_BYTES, AnyArray, BlockHash, BootId, IntArray, SessionId, SlabId
+from kvstore.types import HASH_BYTES, AnyArray, BlockHash, BootId, HashArray, IntArray, SessionId, SlabId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import (
     MAX_HASHES,
@@ -390,30 +390,30 @@ class StoreService:
         hashes = unpack_hashes(request.hashes)
         await connection.start(self._check(connection, request_id, hashes), request_id=request_id, bounded=True)
 
-    async def _check(self, connection: Connection, request_id: int, hashes: list[BlockHash]) -> None:
+    async def _check(self, connection: Connection, request_id: int, hashes: HashArray) -> None:
         errors = await connection.finish(self._drop_corrupt(connection.session.space, hashes))
         reply = pb.Verified(
             errors=[pb.BlockError(index=position, status=status_of(error)) for position, error in errors.items()]
         )
         await connection.send(pb.ServerMessage(request_id=request_id, verified=reply))
 
-    async def _drop_corrupt(self, space: Space, hashes: list[BlockHash]) -> dict[int, KVStoreError]:
+    async def _drop_corrupt(self, space: Space, hashes: HashArray) -> dict[int, KVStoreError]:
         """Blocks that do not match their checksums are dropped; errors of these, and of those not stored."""
         rows = space.index.find(hashes)
         committed = space.index.states(rows) == State.COMMITTED
         errors: dict[int, KVStoreError] = {}
         for position in np.flatnonzero(~committed).tolist():
-            errors[position] = BlockMissing(f"block {hashes[position].hex()[:12]}…: not stored; recompute")
+            errors[position] = BlockMissing(f"block {hashes[position].tobytes().hex()[:12]}…: not stored; recompute")
         if not self._settings.checksums:
             return errors
         checked, held = np.flatnonzero(committed), rows[committed]
         space.index.lease(held)
         try:
             for position in checked[await self._differ(space, held)].tolist():
-                block = hashes[position].hex()
+                block = hashes[position].tobytes().hex()
                 errors[position] = BlockCorrupt(f"block {block[:12]}…: checksum differs; dropped; recompute")
                 log.error("block lost: its bytes do not match their checksum", block=block)
-                self._store.lose(space, hashes[position])
+                self._store.lose(space, BlockHash(hashes[position].tobytes()))
         finally:
             space.index.unlease(held)
         return errors

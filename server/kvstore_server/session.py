@@ -10,7 +10,7 @@ from typing import Final
 
 from kvstore.errors import BlockMissing, InvalidRequest, StoreFull
 from kvstore.transport.shm import TICKET_BYTES
-from kvstore.types import BlockHash, ByteArray, IntArray, Outcome, SessionId, WriteId
+from kvstore.types import BlockHash, ByteArray, HashArray, IntArray, Outcome, SessionId, WriteId
 from kvstore_server.store import Store
 from kvstore_server.values import Intake, Loaded, Space, Write
 from kvstore_server.writes import Follow
@@ -70,7 +70,7 @@ class Session:
 
     # Reading.
 
-    def match(self, hashes: Sequence[BlockHash], lease: str) -> tuple[int, int]:
+    def match(self, hashes: HashArray, lease: str) -> tuple[int, int]:
         """(committed blocks, writing blocks after them); the lease, if named, holds exactly the former."""
         rows, num_writing = self._store.match(self.space, hashes)
         if lease:
@@ -79,7 +79,7 @@ class Session:
             self._hold(lease, rows)
         return len(rows), num_writing
 
-    def load(self, request_id: int, hashes: Sequence[BlockHash], *, lease: str, follow: bool) -> Loaded:
+    def load(self, request_id: int, hashes: HashArray, *, lease: str, follow: bool) -> Loaded:
         """The lease holds the blocks that can be served, too."""
         if not lease:
             raise InvalidRequest("lease: expected a name, got none; a load needs something to hold its blocks")
@@ -113,7 +113,7 @@ class Session:
 
     # Writing.
 
-    def reserve(self, *, parent: BlockHash | None, hashes: Sequence[BlockHash], parts: Sequence[int]) -> Write:
+    def reserve(self, *, parent: BlockHash | None, hashes: HashArray, parts: Sequence[int]) -> Write:
         """A write of this session, with the outcome for each block."""
         if len(self._writes) >= MAX_WRITES:
             raise StoreFull(f"writes: expected at most {MAX_WRITES} open in a session; commit or abort some")

@@ -12,10 +12,10 @@ from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, WriterFai
 from kvstore.spec import KVSpec
 from kvstore.transport.memory import address_of
 from kvstore.types import (
-    HASH_BYTES,
     AnyArray,
     BlockHash,
     ByteArray,
+    HashArray,
     IntArray,
     Location,
     Namespace,
@@ -25,8 +25,9 @@ from kvstore.types import (
     WriteId,
 )
 from kvstore_server.eviction import LRU, Ticks
-from kvstore_server.index import NONE, Index, State
+from kvstore_server.index import Index, State
 from kvstore_server.room import Room
+from kvstore_server.table import NONE
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
 from kvstore_server.values import Change, Copies, Counters, Intake, Loaded, Space, Write
 from kvstore_server.writes import Follow, Pending, mask_of, parts_of
@@ -84,7 +85,7 @@ class Store:
 
     # Reading.
 
-    def match(self, space: Space, hashes: Sequence[BlockHash]) -> tuple[IntArray, int]:
+    def match(self, space: Space, hashes: HashArray) -> tuple[IntArray, int]:
         """Rows of the longest committed prefix, just used; and how many blocks after it are being written."""
         rows, num_writing = space.index.prefix(hashes)
         if len(rows):
@@ -95,7 +96,7 @@ class Store:
         self.counters.blocks_missed += len(hashes) - len(rows)
         return rows, num_writing
 
-    def load(self, space: Space, hashes: Sequence[BlockHash], follow: Follow | None) -> Loaded:
+    def load(self, space: Space, hashes: HashArray, follow: Follow | None) -> Loaded:
         """The blocks that can be served are leased and located; with `follow`, those in writing too."""
         rows = space.index.find(hashes)
         states = space.index.states(rows)
@@ -103,7 +104,7 @@ class Store:
         errors: dict[int, KVStoreError] = {}
         writing: list[int] = []
         for index in np.flatnonzero(~served).tolist():
-            name = hashes[index].hex()[:12]
+            name = hashes[index].tobytes().hex()[:12]
             if states[index] != State.WRITING:
                 errors[index] = BlockMissing(f"block {name}…: not stored (any more); recompute")
             elif follow is None:
@@ -122,18 +123,16 @@ class Store:
 
     # Writing.
 
-    def reserve(
-        self, space: Space, *, parent: BlockHash | None, hashes: Sequence[BlockHash], parts: Sequence[int]
-    ) -> Write:
+    def reserve(self, space: Space, *, parent: BlockHash | None, hashes: HashArray, parts: Sequence[int]) -> Write:
         """Every block that is new and has room is in writing; the outcomes say what became of each.
 
         `parts` are those that the writer delivers; none: all. Raises: InvalidRequest, if one does not exist.
         """
         claimed = _set_of(parts, space) if parts else space.all_parts
-        if len(set(hashes)) != len(hashes):
+        if len(set(hashes.tolist())) != len(hashes):
             raise InvalidRequest("hashes: expected each block once, got one twice; store each block once")
         self._last_write += 1
-        write = Write(WriteId(self._last_write), space, list(hashes), [Outcome.STORED] * len(hashes))
+        write = Write(WriteId(self._last_write), space, hashes, [Outcome.STORED] * len(hashes))
         before = NONE if parent is None else space.index.row(parent)
         if parent is not None and space.index.state(before) == State.HOLE:
             write.outcomes = [Outcome.ORPHAN] * len(hashes)
@@ -158,8 +157,7 @@ class Store:
         generations = np.arange(self._last_generation + 1, self._last_generation + 1 + len(slots))
         self._last_generation += len(slots)
         rows, begun = space.index.insert(hashes, parent=before, slots=slots, generations=generations)
-        records = np.frombuffer(b"".join(hashes), f"V{HASH_BYTES}")
-        self.tier.publish(slots, generations=generations, hashes=records[begun], used_bytes=space.spec.block_bytes)
+        self.tier.publish(slots, generations=generations, hashes=hashes[begun], used_bytes=space.spec.block_bytes)
         in_writing = np.flatnonzero(space.index.states(rows) == State.WRITING).tolist()
         slot_of = dict(zip(begun.tolist(), slots.tolist(), strict=True))
         all_parts = space.all_parts
@@ -289,7 +287,7 @@ class Store:
 
     # Removing.
 
-    def set_pinned(self, space: Space, hashes: Sequence[BlockHash], pinned: bool) -> int:
+    def set_pinned(self, space: Space, hashes: HashArray, pinned: bool) -> int:
         """Those of the blocks that are committed are pinned, or not; returns how many. Idempotent."""
         rows = space.index.find(hashes)
         rows = rows[space.index.states(rows) == State.COMMITTED]

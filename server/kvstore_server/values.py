@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kvstore.errors import KVStoreError
 from kvstore.spec import KVSpec
 from kvstore.transport.shm import SlabLayout
-from kvstore.types import BlockHash, ByteArray, IntArray, Location, Namespace, Outcome, WriteId
+from kvstore.types import ByteArray, HashArray, IntArray, Location, Namespace, Outcome, WriteId
 from kvstore_server.eviction import LRU
 from kvstore_server.index import Index
 from kvstore_server.writes import Pending, Writes
@@ -57,7 +57,7 @@ class Write:
 
     id: WriteId
     space: Space
-    hashes: list[BlockHash]
+    hashes: HashArray
     outcomes: list[Outcome]
     pending: dict[int, Pending] = field(default_factory=dict)
 
@@ -100,10 +100,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Blocks that were stored or removed, for whoever watches. Parents are given for stored ones."""
+    """Blocks that were stored or removed, for whoever watches. Parents, zeros for none, are given for stored ones."""
 
     namespace: Namespace
     stored: bool
-    hashes: list[BlockHash]
-    parents: list[BlockHash | None]
+    hashes: HashArray
+    parents: HashArray
     block_tokens: int

@@ -136,10 +136,10 @@ def test_watch_tells_what_is_there_and_then_every_change_in_sequence(
     def take(event: pb.Event) -> None:
         assert event.boot_id == client.boot_id
         if event.kind == pb.Event.STORED:
-            known.update(zip(unpack(event.hashes), unpack(event.parents), strict=True))
+            known.update(zip(unpack(event.hashes).tolist(), unpack(event.parents).tolist(), strict=True))
             assert (event.namespace, event.tier, event.block_tokens) == (KV.namespace, "cpu", KV.block_tokens)
         elif event.kind == pb.Event.REMOVED:
-            for block_hash in unpack(event.hashes):
+            for block_hash in unpack(event.hashes).tolist():
                 del known[block_hash]
 
     event = next(watch)

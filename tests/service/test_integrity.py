@@ -6,7 +6,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from builders import chain, rows, spec
+from builders import chain, records, rows, spec
 from service.harness import DEADLINE_S, eventually
 
 from kvstore_client import BlockCorrupt, BlockMissing, BlockRows, ClientOptions, KVClient, Outcome
@@ -42,7 +42,7 @@ def flip(embedded: EmbeddedDaemon, client: KVClient) -> Flip:
     def flip(block: int, offset: int) -> None:
         store = embedded.daemon.store
         index = store.spaces[KV.namespace].index
-        (address,) = store.tier.addresses(index.slots(index.find([HASHES[block]])))
+        (address,) = store.tier.addresses(index.slots(index.find(records([HASHES[block]]))))
         ctypes.c_uint8.from_address(int(address) + offset).value ^= 1
 
     return flip

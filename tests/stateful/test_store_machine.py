@@ -7,7 +7,7 @@ slabs change hands. Bytes are really written to slots, and every match is read b
 from collections import Counter
 
 import numpy as np
-from builders import block_bytes, chain, spec
+from builders import block_bytes, chain, records, spec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +16,7 @@ from kvstore.types import BlockHash, Outcome, SessionId
 from kvstore_server.index import State
 from kvstore_server.session import Session
 from kvstore_server.store import Store
+from kvstore_server.table import NONE
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
 from kvstore_server.tiers.pinning import PageLock
 from kvstore_server.values import Change, Space, Write
@@ -63,20 +64,20 @@ class StoreMachine(RuleBasedStateMachine):
     def note(self, change: Change) -> None:
         space = next(n for n, kv in enumerate(SPECS) if kv.namespace == change.namespace)
         if change.stored:
-            self.committed[space] |= set(change.hashes)
+            self.committed[space] |= set(change.hashes.tolist())
             return
-        for block_hash in change.hashes:
+        for block_hash in change.hashes.tolist():
             assert block_hash in self.committed[space], "a block was removed twice"
             assert not self.leases[space][block_hash], "a leased block was removed"
             assert block_hash not in self.pinned[space], "a pinned block was removed"
             self.committed[space].discard(block_hash)
-        self.evicted = change.hashes
+        self.evicted = change.hashes.tolist()
 
     @rule(space=which, number=session_number, tree=tree, length=length)
     def reserve(self, space: int, number: int, tree: int, length: int) -> None:
         hashes = TREES[space][tree][:length]
         before = set(self.committed[space])
-        write = self.sessions[space][number].reserve(parent=None, hashes=hashes, parts=[])
+        write = self.sessions[space][number].reserve(parent=None, hashes=records(hashes), parts=[])
         for block_hash, outcome in zip(hashes, write.outcomes, strict=True):
             if outcome is Outcome.STORED:
                 assert block_hash in before & self.committed[space]
@@ -95,7 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
         outcomes = self.sessions[space][number].commit(write.id)
         for position in write.pending:
             assert outcomes[position] is Outcome.STORED
-            assert write.hashes[position] in self.committed[space]
+            assert write.hashes[position].tobytes() in self.committed[space]
 
     @rule(space=which, number=session_number, which_write=st.integers(0, 5), part=st.integers(0, 1))
     def part_arrives(self, space: int, number: int, which_write: int, part: int) -> None:
@@ -114,7 +115,10 @@ class StoreMachine(RuleBasedStateMachine):
         if not open_blocks:
             return
         begin, size = SPECS[space].part_range(part)
-        bytes_of = [block_bytes(SPECS[space], write.hashes[position])[begin : begin + size] for position in open_blocks]
+        bytes_of = [
+            block_bytes(SPECS[space], BlockHash(write.hashes[position].tobytes()))[begin : begin + size]
+            for position in open_blocks
+        ]
         intake = self.store.plan_intake(
             write,
             blocks=np.array(open_blocks),
@@ -138,7 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(space=which, number=session_number, tree=tree, length=length, lease=st.sampled_from(["", "x", "y"]))
     def match(self, space: int, number: int, tree: int, length: int, lease: str) -> None:
         hashes = TREES[space][tree][:length]
-        num_blocks, num_writing = self.sessions[space][number].match(hashes, lease)
+        num_blocks, num_writing = self.sessions[space][number].match(records(hashes), lease)
         expected = 0
         while expected < length and hashes[expected] in self.committed[space]:
             expected += 1
@@ -173,7 +177,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.pinned[space] |= there
         else:
             self.pinned[space] -= there
-        assert self.store.set_pinned(self.spaces[space], hashes, pinned) == len(there)
+        assert self.store.set_pinned(self.spaces[space], records(hashes), pinned) == len(there)
 
     @rule(space=which)
     def clear(self, space: int) -> None:
@@ -203,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
     def read_back(self, space: int, hashes: list[BlockHash]) -> None:
         """Each block lies where the index says, under its hash, with its bytes and no one else's."""
         index = self.spaces[space].index
-        rows = index.find(hashes)
+        rows = index.find(records(hashes))
         slabs, places = slabs_and_places(index.slots(rows))
         for block_hash, row, slab, place in zip(hashes, rows, slabs, places, strict=True):
             opened = self.tier._slabs[int(slab)]  # the raw memory, past the code under test
@@ -217,14 +221,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.validate()
         for number, space in enumerate(self.spaces):
             rows = space.index.committed()
-            assert {space.index.hash_of(row) for row in rows.tolist()} == self.committed[number]
+            assert set(space.index.hashes_of(rows).tolist()) == self.committed[number]
             held = sum(count > 0 for count in self.leases[number].values())
             assert space.index.num_leased == held
             for row in rows.tolist():
                 # A parent is younger than its children, so that chains are evicted from their end.
-                parent = space.index.parent_hashes(np.array([row]))[0]
-                if parent is not None:
-                    parent_row = space.index.find([parent])
+                parent_row = space.index.find(space.index.parent_hashes(np.array([row])))
+                if parent_row != NONE:
                     assert (space.policy.stamp(parent_row) > space.policy.stamp(np.array([row]))).all()
         used = sum(space.index.count(State.COMMITTED) + space.index.count(State.WRITING) for space in self.spaces)
         slots = sum(self.tier.arena.num_used(slab) for kv in SPECS for slab in self.tier.arena.slabs_of(kv.namespace))

@@ -4,11 +4,13 @@ import random
 
 import numpy as np
 import pytest
+from builders import records
 
 from kvstore.types import BlockHash
 from kvstore_server import eviction
 from kvstore_server.eviction import LRU, Ticks
-from kvstore_server.index import NONE, Index
+from kvstore_server.index import Index
+from kvstore_server.table import NONE
 
 
 class Oracle:
@@ -58,9 +60,9 @@ def test_the_order_is_that_of_last_use_from_the_leaves(seed: int, scan: int, mon
         if action < 0.45 or not blocks:
             block = BlockHash(number.to_bytes(32, "big"))
             parent = random_.choice([None, *blocks])
-            row_of_parent = NONE if parent is None else int(index.find([parent])[0])
+            row_of_parent = NONE if parent is None else int(index.find(records([parent]))[0])
             row, _ = index.insert(
-                [block], parent=row_of_parent, slots=np.array([number]), generations=np.array([number + 1])
+                records([block]), parent=row_of_parent, slots=np.array([number]), generations=np.array([number + 1])
             )
             oracle.parent[block] = parent
             oracle.touch(block)
@@ -69,17 +71,17 @@ def test_the_order_is_that_of_last_use_from_the_leaves(seed: int, scan: int, mon
         elif action < 0.65:
             block = random_.choice(blocks)
             oracle.touch(block)
-            index.touch(index.find([block]))
+            index.touch(index.find(records([block])))
         elif action < 0.75:
             block = random_.choice(blocks)
             oracle.leases[block] = oracle.leases.get(block, 0) + 1
-            held.append(index.find([block]))
+            held.append(index.find(records([block])))
             index.lease(held[-1])
         elif action < 0.85 and held:
             rows = held.pop(random_.randrange(len(held)))
-            oracle.leases[index.hash_of(int(rows[0]))] -= 1
+            oracle.leases[BlockHash(index.hashes_of(rows)[0].tobytes())] -= 1
             index.unlease(rows)
         else:
             count = random_.randrange(1, 5)
-            assert index.evict(count)[0] == oracle.evict(count)
+            assert index.evict(count)[0].tolist() == oracle.evict(count)
         index.validate()

@@ -256,12 +256,12 @@ def test_arguments_of_the_wrong_size_are_refused() -> None:
 
 @given(st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), max_size=8))
 def test_unpack_undoes_pack(hashes: list[BlockHash]) -> None:
-    assert unpack(pack(hashes)) == hashes
+    assert unpack(pack(hashes)).tolist() == hashes
     assert pack(hashes) == b"".join(hashes)
 
 
 def test_unpacked_hashes_are_bytes_and_keep_their_zeros() -> None:
-    (value,) = unpack(bytes(32))
+    (value,) = unpack(bytes(32)).tolist()
     assert type(value) is bytes
     assert value == bytes(32)
 

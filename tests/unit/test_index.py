@@ -1,12 +1,14 @@
 """The index alone: prefixes, holes, leases."""
 
 import numpy as np
-from builders import chain
+from builders import chain, records
 
 from kvstore_server.eviction import LRU, Ticks
-from kvstore_server.index import NONE, Index, State
+from kvstore_server.index import Index, State
+from kvstore_server.table import NONE
 
-HASHES = chain(5)
+CHAIN = chain(5)
+HASHES = records(CHAIN)
 
 
 def index_with(committed: int, writing: int = 0) -> tuple[Index, list[int]]:
@@ -33,15 +35,15 @@ def test_a_chain_is_evicted_leaf_first() -> None:
     """Covers: E6."""
     index, _ = index_with(5)
     hashes, slots = index.evict(2)
-    assert hashes == [HASHES[4], HASHES[3]]
+    assert hashes.tolist() == [CHAIN[4], CHAIN[3]]
     assert slots.tolist() == [4, 3]
-    assert index.evict(9)[0] == [HASHES[2], HASHES[1], HASHES[0]]
+    assert index.evict(9)[0].tolist() == [CHAIN[2], CHAIN[1], CHAIN[0]]
     index.validate()
 
 
 def test_a_block_before_one_in_writing_is_not_evicted() -> None:
     index, _ = index_with(2, 1)
-    assert index.evict(5)[0] == []
+    assert index.evict(5)[0].tolist() == []
 
 
 def test_a_hole_is_kept_while_what_follows_is_stored_and_forgotten_with_it() -> None:
@@ -49,7 +51,7 @@ def test_a_hole_is_kept_while_what_follows_is_stored_and_forgotten_with_it() -> 
     index.drop(rows[1])
     assert index.state(rows[1]) is State.HOLE
     assert index.prefix(HASHES)[0].tolist() == rows[:1]
-    assert index.find([HASHES[1]]).tolist() == [rows[1]]
+    assert index.find(HASHES[1 : 1 + 1]).tolist() == [rows[1]]
     index.validate()
     index.drop(rows[2])
     assert index.find(HASHES[:3]).tolist() == [rows[0], NONE, NONE]
@@ -84,12 +86,12 @@ def test_leases_are_counted() -> None:
     index, rows = index_with(2)
     twice = np.array([rows[1], rows[1]])
     index.lease(twice)
-    assert index.evict(2)[0] == []
+    assert index.evict(2)[0].tolist() == []
     assert index.num_leased == 1
     index.unlease(twice[:1])
-    assert index.evict(2)[0] == []
+    assert index.evict(2)[0].tolist() == []
     index.unlease(twice[:1])
-    assert index.evict(1)[0] == [HASHES[1]]
+    assert index.evict(1)[0].tolist() == [CHAIN[1]]
 
 
 def test_a_parent_can_go_in_the_same_round_as_the_child_that_held_it() -> None:
@@ -97,6 +99,6 @@ def test_a_parent_can_go_in_the_same_round_as_the_child_that_held_it() -> None:
     index, rows = index_with(2)
     child = np.array([rows[1]])
     index.lease(child)
-    assert index.evict(2)[0] == []
+    assert index.evict(2)[0].tolist() == []
     index.unlease(child)
-    assert index.evict(2)[0] == [HASHES[1], HASHES[0]]
+    assert index.evict(2)[0].tolist() == [CHAIN[1], CHAIN[0]]
