@@ -10,17 +10,15 @@ time.
 import ctypes
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
 import xxhash
 
+from kvstore.native import load
 from kvstore.types import AnyArray, IntArray
 
 Move: TypeAlias = Callable[[AnyArray | None, AnyArray, AnyArray, AnyArray | None], None]
-
-_LIBRARY: Final = Path(__file__).with_name("_memory.so")
 
 
 def copy_pieces(targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
@@ -52,13 +50,16 @@ def _u64(values: IntArray) -> AnyArray:
     return np.ascontiguousarray(values, np.int64)
 
 
-def load_native() -> Move:
-    """The work of memory.c. Raises: OSError, AttributeError: it was not compiled, or xxhash does not show its xxh3."""
-    move = ctypes.CDLL(str(_LIBRARY)).kvstore_move
-    move.restype = None
-    move.argtypes = [ctypes.c_size_t, *[ctypes.c_void_p] * 5]
+def load_native() -> Move | None:
+    """The work of memory.c; None, if it was not compiled, or the xxhash package does not show its xxh3."""
+    move = load(__file__, "kvstore_move", ctypes.c_size_t, *[ctypes.c_void_p] * 5)
     package = importlib.util.find_spec("xxhash._xxhash")
-    xxh3 = ctypes.cast(ctypes.CDLL(package.origin if package else None).XXH3_64bits, ctypes.c_void_p)
+    try:
+        xxh3 = ctypes.cast(ctypes.CDLL(package.origin if package else None).XXH3_64bits, ctypes.c_void_p)
+    except (OSError, AttributeError):
+        return None
+    if move is None:
+        return None
 
     def native(targets: AnyArray | None, sources: AnyArray, sizes: AnyArray, checksums: AnyArray | None) -> None:
         move(
@@ -82,9 +83,6 @@ def move_in_python(targets: AnyArray | None, sources: AnyArray, sizes: AnyArray,
             checksums[piece] = xxhash.xxh3_64_intdigest((ctypes.c_char * size).from_address(source))
 
 
-try:
-    _move = load_native()
-    IS_NATIVE = True
-except (OSError, AttributeError):
-    _move = move_in_python
-    IS_NATIVE = False
+_native: Final = load_native()
+_move: Final = _native or move_in_python
+IS_NATIVE: Final = _native is not None

@@ -79,23 +79,28 @@ class DescriptorSocket:
         try:
             data, received = self._receive(connection)
         except (BlockingIOError, ConnectionResetError):
-            return  # reset: it left before it read an answer; what it sent last, and then its end, can still be read
+            return  # reset: it left before it read an answer
         except OSError:
             data, received = b"", []
         if not data:
             self._drop(connection)
             return
         sent: list[int] = []
+        told = False
         try:
-            reply = self._answer(connection, Request.decode(data), received, sent)
+            request = Request.decode(data)
+            told = request.op is Op.TELL
+            reply = self._answer(connection, request, received, sent)
         except KVStoreError as error:
             log.warning("shm request refused", error=str(error), session=repr(self._connections[connection]))
             reply = Reply(error.code, 0, str(error))
         try:
-            if reply is not None:
+            if not told:
                 socket.send_fds(connection, [reply.encode()], sent)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it left; what it sent before, and then its end, can still be read
         except OSError:
-            self._drop(connection)  # does not read its answers, or is gone
+            self._drop(connection)  # it does not read its answers
         finally:
             for fd in (*received, *sent):
                 os.close(fd)
@@ -108,10 +113,8 @@ class DescriptorSocket:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         return bytes(memoryview(self._buffer)[:size]), fds.tolist()
 
-    def _answer(
-        self, connection: socket.socket, request: Request, received: list[int], sent: list[int]
-    ) -> Reply | None:
-        """The reply, None to a TELL; descriptors that go with it are added to `sent`."""
+    def _answer(self, connection: socket.socket, request: Request, received: list[int], sent: list[int]) -> Reply:
+        """The reply; descriptors that go with it are added to `sent`."""
         if request.op is Op.ATTACH:
             self._connections[connection] = self._session_of(request.ticket)
             if self._connections[connection] is None:
@@ -122,11 +125,8 @@ class DescriptorSocket:
             raise NotAuthenticated("connection: expected ATTACH first; show the session's ticket")
         if session.ended:
             raise StoreUnavailable("session: it has ended; open another")
-        if request.op is Op.CALL:
+        if request.op in (Op.CALL, Op.TELL):
             return Reply(body=self._call(session, request.body))
-        if request.op is Op.TELL:
-            self._call(session, request.body)
-            return None
         if request.op is Op.SLAB:
             slab = SlabId(request.id)
             if not self._tier.belongs(slab, session.space.namespace):

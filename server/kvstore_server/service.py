@@ -269,7 +269,9 @@ class StoreService:
 
         Raises: InvalidRequest, if it is none, or of a kind that must come on the stream; what the request raises.
         """
-        connection = self.connections[session.id]
+        connection = self.connections.get(session.id)
+        if connection is None:
+            raise StoreUnavailable("session: it is ending; open another")
         connection.heard_at = self._clock()
         try:
             message = pb.ClientMessage.FromString(data)

@@ -6,12 +6,11 @@ is. At most a quarter of the places are taken, so that few hashes need more than
 
 import ctypes
 import secrets
-from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from kvstore.native import load
 from kvstore.transport.memory import address_of
 from kvstore.types import HASH_BYTES, AnyArray, HashArray, IntArray
 
@@ -24,19 +23,12 @@ _ALL_EQUAL: Final = 0x01010101  # four comparisons of words that are all true, r
 _WINDOW: Final = np.arange(8)
 
 
-def _load_native() -> Callable[..., None] | None:
-    """The search of table.c; None, if it was not compiled."""
-    try:
-        find = ctypes.CDLL(str(Path(__file__).with_name("_table.so"))).kvstore_find
-    except OSError:
-        return None
-    find.restype = None
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    find.argtypes = [size, pointer, pointer, ctypes.c_uint64, ctypes.c_uint64, pointer, pointer, pointer]
-    return find
-
-
-_native: Final = _load_native()
+_native: Final = load(
+    __file__,
+    "kvstore_find",
+    *(ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+)
 
 
 class HashTable:

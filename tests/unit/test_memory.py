@@ -23,7 +23,9 @@ def move(request: pytest.FixtureRequest) -> memory.Move:
         return memory.move_in_python
     if not memory.IS_NATIVE:
         pytest.skip("memory.c was not compiled: no C compiler when kvstore was installed")
-    return memory.load_native()
+    native = memory.load_native()
+    assert native is not None
+    return native
 
 
 def test_memory_c_is_compiled_where_there_is_a_compiler() -> None:

@@ -1,0 +1,161 @@
+"""Requests that are answered at once and so may come over the shm socket, beside the stream."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import chain, rows, spec
+from service.harness import DEADLINE_S, DaemonProcess, RawStream, eventually
+
+from kvstore.errors import InvalidRequest, StoreTimeout
+from kvstore.hashing import pack
+from kvstore.transport.shm import Op, Request
+from kvstore.types import BlockHash
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore_client import ClientOptions, KVClient
+
+KV = spec()
+HASHES = chain(4, of=KV)
+INVALID = InvalidRequest.code
+
+
+def call(**body: Any) -> Request:
+    return Request(Op.CALL, body=pb.ClientMessage(request_id=7, **body).SerializeToString())
+
+
+def told(**body: Any) -> Request:
+    return Request(Op.TELL, body=pb.ClientMessage(**body).SerializeToString())
+
+
+def match(lease: str) -> Request:
+    return call(match=pb.Match(hashes=pack(HASHES), lease=lease))
+
+
+@pytest.fixture
+def stream(shared: DaemonProcess, raw: Any) -> Any:
+    return raw(shared, KV)
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[KVClient]:
+    with KVClient(daemon.address, KV, options=ClientOptions(timeout_s=DEADLINE_S)) as client:
+        client.wait_ready(DEADLINE_S)
+        with client.store(HASHES) as write:
+            write.put_blocks(rows(KV, HASHES))
+        yield client
+
+
+def test_a_match_leases_until_its_release_and_neither_takes_the_stream(
+    daemon: DaemonProcess, client: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = client._channel.current
+    assert session is not None
+    sent_before = session.sent_at
+    found = client.match(HASHES, lease="mine")
+    assert found.num_blocks == 4
+    assert daemon.stats().blocks_leased == 4
+    found.release()
+    eventually(lambda: daemon.stats().blocks_leased == 0)
+    assert session.sent_at == sent_before, "the stream was used"
+
+
+def test_calls_of_two_threads_at_once_are_both_answered(client: KVClient) -> None:
+    found: list[int] = []
+
+    def ask() -> None:
+        for number in range(200):
+            with client.match(HASHES[: 1 + number % 4]) as match:
+                found.append(match.num_blocks - number % 4)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert found == [1] * 800
+
+
+def test_more_hashes_than_a_datagram_holds_take_the_stream(client: KVClient) -> None:
+    many = [*HASHES, *(BlockHash(number.to_bytes(32, "big")) for number in range(60_000))]
+    with client.match(many) as match:
+        assert match.num_blocks == 4
+
+
+def test_a_match_that_a_stopped_daemon_answers_too_late_leases_nothing(daemon: DaemonProcess, client: KVClient) -> None:
+    """Covers: C1, C3."""
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreTimeout):
+            client.match(HASHES, timeout_s=0.1)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    with client.match(HASHES) as match:
+        assert match.num_blocks == 4
+        eventually(lambda: daemon.stats().blocks_leased == 4)
+    eventually(lambda: daemon.stats().blocks_leased == 0)
+
+
+def test_a_client_that_leaves_without_reading_its_answer_has_its_last_word_heard(
+    daemon: DaemonProcess, client: KVClient, raw: Any, shm: Any
+) -> None:
+    stream = raw(daemon, KV)
+    peer = shm(daemon, stream.welcome.shm.ticket)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    peer.socket.send(match("a").encode())
+    os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: daemon.stats().blocks_leased == 4)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    peer.socket.send(told(release=pb.Release(lease="a")).encode())
+    peer.close()  # its answer is unread, which the daemon sees as a reset
+    os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: daemon.stats().blocks_leased == 0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (call(load=pb.Load(hashes=pack(HASHES), lease="x")), "expected one of match, prefetch, release, got load"),
+        (call(), "got none"),
+        (Request(Op.CALL), "got none"),
+        (Request(Op.CALL, body=b"\xff" * 20), "expected a ClientMessage"),
+        (call(match=pb.Match(hashes=b"x" * 33)), "multiple of 32"),
+        (call(release=pb.Release(lease="x" * 300)), "at most 256 bytes"),
+        (Request(Op.SLAB, 1, body=b"x"), "expected 32 bytes"),
+        (Request(Op.CALL, body=bytes(Request.MAX_BYTES)), "expected 32"),
+    ],
+)
+def test_what_cannot_be_called_is_refused_and_the_connection_goes_on(
+    shared: DaemonProcess, stream: RawStream, shm: Any, request_: Request, says: str
+) -> None:
+    peer = shm(shared, stream.welcome.shm.ticket)
+    if len(request_.encode()) > 1 << 18:
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    reply, _ = peer.ask(request_)
+    assert reply.code == INVALID
+    assert says in reply.message
+    assert pb.ServerMessage.FromString(peer.ask(match(""))[0].body).matched.num_blocks == 0
+
+
+def test_a_tell_is_never_answered_not_even_one_that_is_refused(
+    shared: DaemonProcess, stream: RawStream, shm: Any
+) -> None:
+    peer = shm(shared, stream.welcome.shm.ticket)
+    for request in (Request(Op.TELL), Request(Op.TELL, body=b"\xff"), told(release=pb.Release(lease="none"))):
+        peer.socket.send(request.encode())
+    answer = pb.ServerMessage.FromString(peer.ask(match(""))[0].body)
+    assert answer.request_id == 7, "the next reply is that of the next call"
+
+
+def test_a_call_before_attach_is_refused(shared: DaemonProcess, shm: Any) -> None:
+    assert shm(shared).ask(match("x"))[0].code == 16
+
+
+def test_views_of_what_a_call_found(client: KVClient) -> None:
+    with client.match(HASHES) as match, client.load(match, view=True) as load:
+        assert np.array_equal(load.view(2, 1), rows(KV, HASHES)[2][64:])
+        load.check()
