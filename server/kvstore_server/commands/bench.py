@@ -5,6 +5,7 @@ does falls on all of them alike.
 """
 
 import mmap
+import socket
 import statistics
 import subprocess
 import sys
@@ -20,10 +21,19 @@ import numpy as np
 
 from kvstore.hashing import chain
 from kvstore.spec import KVSpec
-from kvstore.types import BlockHash, ByteArray
+from kvstore.types import HASH_BYTES, BlockHash, ByteArray
 from kvstore_client import BlockRows, ClientOptions, KVClient, Region
 
 SMALL_BLOCKS = 8192
+
+# Answers each datagram on standard input with two bytes, until there are no more.
+ECHO = """
+import socket
+peer = socket.socket(fileno=0)
+buffer = bytearray(1 << 20)
+while peer.recv_into(buffer):
+    peer.send(b"ok")
+"""
 
 
 def run_local(*, size_bytes: int, part_bytes: int, threads: int, rounds: int) -> dict[str, float | int]:
@@ -38,7 +48,7 @@ def run_local(*, size_bytes: int, part_bytes: int, threads: int, rounds: int) ->
         raw_client = stack.enter_context(KVClient(raw, spec, options=options))
         for each in (client, raw_client):
             each.wait_ready(30)
-        latencies = _match_latencies(checked, options)
+        small = _small_blocks(checked, options, stack)
         _progress("filling the regions with random bytes")
         region, raw_region = client.region(size_bytes), raw_client.region(size_bytes)
         # Aligned to pages: where a target begins 16 bytes into a cache line, as NumPy's own memory does, memcpy
@@ -61,6 +71,7 @@ def run_local(*, size_bytes: int, part_bytes: int, threads: int, rounds: int) ->
                 for name, value in took.items():
                     seconds[name].append(value)
         view_us = _view_us(client, hashes)
+        latencies = _match_latencies(*small)  # last: the daemons have taken all their memory by now
     gbps = {name: size_bytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
     figures: dict[str, float | int] = {f"{name}_gbps": round(value, 2) for name, value in gbps.items()}
     figures |= {f"{name}_ratio": round(gbps[name] / gbps["memcpy"], 3) for name in ("load", "store", "store_raw")}
@@ -165,29 +176,61 @@ def _view_us(client: KVClient, hashes: list[BlockHash]) -> float:
     return statistics.median(samples) / len(hashes) * 1e6
 
 
-def _match_latencies(address: str, options: ClientOptions) -> dict[str, float]:
-    """Round trips of a match that finds everything and leases it; the release is not timed."""
+def _small_blocks(address: str, options: ClientOptions, stack: ExitStack) -> tuple[KVClient, list[BlockHash]]:
+    """Blocks to match, held so that the large ones do not push them out."""
     spec = _spec("bench-small", 64)
     hashes = _chain(spec, SMALL_BLOCKS, seed=0)
+    client = stack.enter_context(KVClient(address, spec, options=options))
+    client.wait_ready(30)
+    with client.store(hashes) as write:
+        write.put_blocks(np.zeros((SMALL_BLOCKS, 64), np.uint8))
+    stack.enter_context(client.match(hashes))
+    return client, hashes
+
+
+def _match_latencies(client: KVClient, hashes: list[BlockHash]) -> dict[str, float]:
+    """Round trips of a match that finds everything and leases it; the release is not timed."""
     figures: dict[str, float] = {}
-    with KVClient(address, spec, options=options) as client:
-        client.wait_ready(30)
-        with client.store(hashes) as write:
-            write.put_blocks(np.zeros((SMALL_BLOCKS, 64), np.uint8))
-        for count, samples in ((1000, 2000), (SMALL_BLOCKS, 500)):
-            _progress(f"matching {count} blocks, {samples} times")
-            asked = hashes[:count]
-            micros = []
-            for _ in range(samples):
-                started = time.perf_counter()
-                match = client.match(asked)
-                micros.append((time.perf_counter() - started) * 1e6)
-                assert match.num_blocks == count
-                match.release()
-            micros = sorted(micros[samples // 10 :])
-            figures[f"match_{count}_p50_us"] = round(micros[len(micros) // 2], 1)
-            figures[f"match_{count}_p99_us"] = round(micros[int(len(micros) * 0.99)], 1)
+    for count, samples in ((1000, 2000), (SMALL_BLOCKS, 500)):
+        _progress(f"matching {count} blocks, {samples} times")
+        asked = hashes[:count]
+        micros = []
+        for _ in range(samples):
+            started = time.perf_counter()
+            match = client.match(asked)
+            micros.append((time.perf_counter() - started) * 1e6)
+            assert match.num_blocks == count
+            match.release()
+        figures |= _percentiles(f"match_{count}", micros)
+        figures |= _percentiles(f"echo_{count}", _echo_us(count * HASH_BYTES, samples))
     return figures
+
+
+def _percentiles(name: str, micros: list[float]) -> dict[str, float]:
+    """Of all but the first tenth, which warms up."""
+    kept = sorted(micros[len(micros) // 10 :])
+    return {
+        f"{name}_p50_us": round(kept[len(kept) // 2], 1),
+        f"{name}_p99_us": round(kept[int(len(kept) * 0.99)], 1),
+    }
+
+
+def _echo_us(size_bytes: int, samples: int) -> list[float]:
+    """The limit: as many bytes as the hashes have, over a unix socket to another process that does nothing."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)
+    message = bytes(size_bytes)
+    with ours, subprocess.Popen([sys.executable, "-c", ECHO], stdin=theirs) as process:
+        theirs.close()
+        micros = []
+        for _ in range(samples):
+            started = time.perf_counter()
+            ours.send(message)
+            ours.recv(16)
+            micros.append((time.perf_counter() - started) * 1e6)
+        ours.shutdown(socket.SHUT_RDWR)
+        process.wait(10)
+    return micros
 
 
 def _progress(text: str) -> None:
