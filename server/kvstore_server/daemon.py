@@ -21,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvstore.errors import InvalidRequest, StoreUnavailable
+from kvstore.transport import memory
 from kvstore.types import BOOT_ID_BYTES, BootId
 from kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.wire import MAX_MESSAGE_BYTES
@@ -177,6 +178,11 @@ class Daemon:
         log.info("memory: memlock limit", limit="unlimited" if memlock < 0 else _gib(memlock))
         log.info("memory: NUMA", nodes=nodes, placement="one pool" if nodes > 1 else "one node, one pool")
         log.info("transport: shm is on", why="clients on this host share memory", socket=str(self._shm_path))
+        log.info(
+            "copies",
+            threads=settings.copy_threads,
+            code="compiled" if memory.IS_NATIVE else "Python, slower: there was no C compiler at install",
+        )
         log.info("transport: ucx is off", why="it comes with a later release; clients must be on this host")
         log.info("integrity", checksums="xxh3 at ingest" if settings.checksums else "off: for benchmarks only")
         log.info(
