@@ -26,6 +26,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._most_bytes = 0  # of a datagram
+        self._buffer = bytearray(Reply.MAX_BYTES)
         self._unreachable = not socket_path
         self._closed = False
 
@@ -65,11 +66,14 @@ class Exchange:
             try:
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 connection.send(request)
-                reply = Reply.decode(connection.recv(Reply.MAX_BYTES))
+                size = connection.recv_into(self._buffer)
+                reply = Reply.decode(bytes(memoryview(self._buffer)[:size]))
             except TimeoutError:
                 with suppress(OSError):
                     _send_now(connection, Request(Op.TELL, body=undo))
                 raise
+            if reply.code == Unsupported.code:
+                return None
             if reply.code:
                 raise error_of(reply.code, reply.message)
             return reply.body
@@ -163,7 +167,7 @@ class Exchange:
 def _round_trip(connection: socket.socket, request: bytes, fds: list[int], deadline: float) -> tuple[Reply, list[int]]:
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     socket.send_fds(connection, [request], fds)
-    data, received, _, _ = socket.recv_fds(connection, Reply.MAX_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    data, received, _, _ = socket.recv_fds(connection, Reply.MAX_TEXT_BYTES + 64, 4, socket.MSG_CMSG_CLOEXEC)
     try:
         reply = Reply.decode(data)
         if reply.code:

@@ -60,8 +60,9 @@ def locate(
     """
     packed = pack(plan.hashes)
     message = pb.ClientMessage(load=pb.Load(hashes=packed, lease=plan.lease, follow=follow))
+    undo = None if follow else pb.ClientMessage(release=pb.Release(lease=plan.lease))
     try:
-        answer, request_id = session.call(message, deadline=deadline, then=load.hear, lasting=True)
+        answer, request_id = session.call(message, deadline=deadline, then=load.hear, lasting=True, undo=undo)
         location, errors, writing = _decode(answer.located, num_blocks=len(plan.hashes))
         mapped = _map(session, slabs, location, errors, deadline)
         source = Source(spec, plan.hashes, packed, location, mapped, plan.parts)
@@ -97,7 +98,7 @@ def _map(
     served = np.ones(len(location.slabs), bool)
     served[list(errors)] = False
     mapped = {}
-    for number in np.unique(location.slabs[served]).tolist():
+    for number in set(location.slabs[served].tolist()):
         mine = (location.slabs == number) & served
         try:
             slab = slabs.get(session, number, deadline=deadline)

@@ -41,6 +41,7 @@ class Source:
         self._only = next(iter(slabs.values())) if len(slabs) == 1 else None
         self.slab_numbers: list[int] = located.slabs.tolist()
         self.slots: list[int] = located.slots.tolist()
+        self._columns: dict[int, dict[int, ByteArray]] = {}  # by part, then slab: `[num_slots, part_bytes]`
         self.tables = {number: slab.table for number, slab in slabs.items()}
 
     def piece_blocks(self, part: int) -> int:
@@ -49,8 +50,13 @@ class Source:
 
     def view(self, block: int, part: int) -> ByteArray:
         """`[part_bytes]` in place, read-only, not checked. Raises: IndexError, KeyError, if there is none."""
-        begin, size_bytes = self._ranges[part]
-        return self.tables[self.slab_numbers[block]][self.slots[block], begin : begin + size_bytes]
+        columns = self._columns.get(part)
+        if columns is None:  # sliced once for all blocks: one more index on each view would double its cost
+            begin, size_bytes = self._ranges[part]
+            columns = {number: table[:, begin : begin + size_bytes] for number, table in self.tables.items()}
+            self._columns[part] = columns
+        row: ByteArray = columns[self.slab_numbers[block]][self.slots[block]]
+        return row
 
     def held(self, blocks: IntArray) -> AnyArray:
         """`[n]` bool: which of these blocks are, at this moment, where they were located."""

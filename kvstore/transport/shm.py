@@ -206,11 +206,12 @@ class Reply:
     body: bytes = b""  # the answer to a CALL
 
     _FORMAT = struct.Struct("<II")
-    MAX_BYTES = 4096
+    MAX_BYTES = Request.MAX_BYTES
+    MAX_TEXT_BYTES = 4096
 
     def encode(self) -> bytes:
-        rest = self.message.encode() if self.code else self.body
-        return (self._FORMAT.pack(self.code, self.num_slots) + rest)[: self.MAX_BYTES]
+        rest = self.message.encode()[: self.MAX_TEXT_BYTES] if self.code else self.body
+        return self._FORMAT.pack(self.code, self.num_slots) + rest
 
     @classmethod
     def decode(cls, data: bytes) -> "Reply":

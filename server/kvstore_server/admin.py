@@ -156,7 +156,7 @@ class AdminService:
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
         await self._authorize(context)
-        self._service.draining = True
+        self._service.drain()
         await self._on_drain()  # health checks say NOT_SERVING from now on
         return pb.DrainReply()
 

@@ -111,7 +111,7 @@ class Daemon:
     async def stop(self) -> None:
         """Nothing runs or listens any more, and all memory, descriptors and socket files are given back."""
         log.info("stopping", sessions=len(self.service.connections), timeout_s=self.settings.stop_timeout_s)
-        self.service.draining = True
+        self.service.drain()
         await self._health.enter_graceful_shutdown()
         self._stop_prefault.set()
         for connection in list(self.service.connections.values()):

@@ -67,6 +67,7 @@ class DescriptorSocket:
         with contextlib.suppress(OSError):  # the client is gone already
             connection, _ = self._listener.accept()
             connection.setblocking(False)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, Reply.MAX_BYTES)
             self._connections[connection] = None
             asyncio.get_running_loop().add_reader(connection, self._serve, connection)
 

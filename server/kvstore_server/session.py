@@ -79,12 +79,14 @@ class Session:
             self._hold(lease, rows)
         return len(rows), num_writing
 
-    def load(self, request_id: int, hashes: HashArray, *, lease: str, follow: bool) -> Loaded:
-        """The lease holds the blocks that can be served, too."""
+    def load(
+        self, request_id: int, hashes: HashArray, *, lease: str, follow: bool = False, whole: bool = False
+    ) -> Loaded:
+        """The lease holds the blocks that can be served, too. `whole` as for the store."""
         if not lease:
             raise InvalidRequest("lease: expected a name, got none; a load needs something to hold its blocks")
         follower = Follow(request_id, self._wake) if follow else None
-        loaded = self._store.load(self.space, hashes, follower)
+        loaded = self._store.load(self.space, hashes, follower, whole=whole)
         if follower is not None and loaded.writing:
             self.follows[request_id] = (lease, follower)
         try:

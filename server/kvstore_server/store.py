@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, WriterFailed
+from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, Unsupported, WriterFailed
 from kvstore.spec import KVSpec
 from kvstore.transport.memory import address_of
 from kvstore.types import (
@@ -96,11 +96,16 @@ class Store:
         self.counters.blocks_missed += len(hashes) - len(rows)
         return rows, num_writing
 
-    def load(self, space: Space, hashes: HashArray, follow: Follow | None) -> Loaded:
-        """The blocks that can be served are leased and located; with `follow`, those in writing too."""
+    def load(self, space: Space, hashes: HashArray, follow: Follow | None, *, whole: bool = False) -> Loaded:
+        """The blocks that can be served are leased and located; with `follow`, those in writing too.
+
+        Raises: Unsupported, and nothing is leased, if all of them are wanted, `whole`, and one is not committed.
+        """
         rows = space.index.find(hashes)
         states = space.index.states(rows)
         served = states == State.COMMITTED
+        if whole and not served.all():
+            raise Unsupported("load: expected only blocks that can be served; send it on the stream")
         errors: dict[int, KVStoreError] = {}
         writing: list[int] = []
         for index in np.flatnonzero(~served).tolist():

@@ -17,7 +17,7 @@ from kvstore.hashing import pack
 from kvstore.transport.shm import Op, Request
 from kvstore.types import BlockHash
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore_client import ClientOptions, KVClient
+from kvstore_client import BlockRows, ClientOptions, KVClient
 
 KV = spec()
 HASHES = chain(4, of=KV)
@@ -62,6 +62,28 @@ def test_a_match_leases_until_its_release_and_neither_takes_the_stream(
     found.release()
     eventually(lambda: daemon.stats().blocks_leased == 0)
     assert session.sent_at == sent_before, "the stream was used"
+
+
+def test_a_load_of_blocks_that_are_all_there_does_not_take_the_stream(client: KVClient) -> None:
+    session = client._channel.current
+    assert session is not None
+    sent_before = session.sent_at
+    out = np.zeros((4, KV.block_bytes), np.uint8)
+    load = client.load(HASHES, into=BlockRows(out), lease="mine")
+    assert load.wait().num_loaded == 4
+    assert np.array_equal(out, rows(KV, HASHES))
+    assert session.sent_at == sent_before, "the stream was used"
+    load.release()
+
+
+def test_a_load_with_a_block_that_is_missing_takes_the_stream_and_nothing_is_leased_twice(
+    daemon: DaemonProcess, client: KVClient
+) -> None:
+    load = client.load([*HASHES, BlockHash(bytes(32))], view=True)
+    assert list(load.errors) == [4]
+    assert daemon.stats().sessions[0].blocks_leased == 4
+    load.release()
+    eventually(lambda: daemon.stats().blocks_leased == 0)
 
 
 def test_calls_of_two_threads_at_once_are_both_answered(client: KVClient) -> None:
@@ -119,7 +141,9 @@ def test_a_client_that_leaves_without_reading_its_answer_has_its_last_word_heard
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (call(load=pb.Load(hashes=pack(HASHES), lease="x")), "expected one of match, prefetch, release, got load"),
+        (call(store=pb.Store_(hashes=pack(HASHES))), "expected one of match, prefetch, load, release (no follow), got"),
+        (call(load=pb.Load(hashes=pack(HASHES), lease="x", follow=True)), "got load; use the stream"),
+        (call(load=pb.Load(hashes=pack(HASHES))), "expected a name"),
         (call(), "got none"),
         (Request(Op.CALL), "got none"),
         (Request(Op.CALL, body=b"\xff" * 20), "expected a ClientMessage"),

@@ -82,7 +82,7 @@ def test_replies_round_trip(code: int, num_slots: int, message: str) -> None:
 
 
 def test_a_reply_is_bounded_and_a_cut_one_is_refused() -> None:
-    assert len(Reply(3, 0, "é" * 10_000).encode()) == Reply.MAX_BYTES
+    assert len(Reply(3, 0, "é" * 10_000).encode()) == 8 + Reply.MAX_TEXT_BYTES
     with pytest.raises(StoreUnavailable):
         Reply.decode(b"")
 

@@ -220,7 +220,7 @@ def _echo_us(size_bytes: int, samples: int) -> list[float]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 19)
     message = bytes(size_bytes)
-    with ours, subprocess.Popen([sys.executable, "-c", ECHO], stdin=theirs) as process:
+    with ours, subprocess.Popen([sys.executable, "-c", ECHO], stdin=theirs.fileno()) as process:
         theirs.close()
         micros = []
         for _ in range(samples):

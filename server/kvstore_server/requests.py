@@ -1,0 +1,232 @@
+"""What each request of a session does: decode, call, encode. Where errors become statuses.
+
+Most are answered at once; those that read or write many bytes go on beside the reader, a bounded number at a time.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import numpy as np
+import structlog
+from google.protobuf.message import DecodeError
+
+from kvstore.errors import BlockCorrupt, BlockMissing, InvalidRequest, KVStoreError, StoreFull, WriterFailed
+from kvstore.types import HASH_BYTES, AnyArray, BlockHash, HashArray, IntArray, SlabId
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire import MAX_LEASE_BYTES, pack_u32, pack_u64, status_of, unpack_hashes, unpack_u32, unpack_u64
+from kvstore_server.connection import Connection, bug_of
+from kvstore_server.index import State
+from kvstore_server.mover import Mover
+from kvstore_server.store import Store
+from kvstore_server.values import Intake, Space
+
+log = structlog.get_logger()
+
+CALLABLE: Final = ("match", "prefetch", "load", "release")  # answered at once, in no more bytes than they have
+
+
+class Requests:
+    """The requests that sessions make of one store. While `draining`, nothing new is taken in."""
+
+    def __init__(self, store: Store, mover: Mover, *, checksums: bool) -> None:
+        self.draining = False
+        self._store = store
+        self._mover = mover
+        self._checksums = checksums
+        self._handlers: dict[str, Callable[[Connection, int, Any], pb.ServerMessage | None]] = {
+            "match": self._match,
+            "prefetch": self._prefetch,
+            "load": self._load,
+            "store": self._reserve,
+            "commit": self._commit,
+            "abort": self._abort,
+            "release": self._release,
+            "drop_regions": self._drop_regions,
+            "slabs_dropped": self._slabs_dropped,
+            "ping": self._ping,
+        }
+        self._starters: dict[str, Callable[[Connection, int, Any], Awaitable[None]]] = {
+            "store_part": self._store_part,
+            "verify": self._verify,
+        }
+
+    async def handle(self, connection: Connection, message: pb.ClientMessage) -> None:
+        """The request, which came on the stream, is answered, or is being worked on beside the reader."""
+        kind = message.WhichOneof("body") or "none"
+        reply: pb.ServerMessage | None = None
+        try:
+            if kind in self._starters:
+                await self._starters[kind](connection, message.request_id, getattr(message, kind))
+            else:
+                reply = self._answer(connection, message, kind)
+        except KVStoreError as error:
+            reply = pb.ServerMessage(status=status_of(error))
+        except Exception as error:
+            reply = bug_of(error, message.request_id, kind=kind)
+        if reply is not None:
+            reply.request_id = message.request_id
+            await connection.send(reply)
+
+    def _answer(self, connection: Connection, message: pb.ClientMessage, kind: str) -> pb.ServerMessage | None:
+        handler = self._handlers.get(kind)
+        if handler is None:
+            known = ", ".join([*self._handlers, *self._starters])
+            raise InvalidRequest(f"request: expected one of {known}, got {kind}")
+        return handler(connection, message.request_id, getattr(message, kind))
+
+    def call(self, connection: Connection, data: bytes) -> bytes:
+        """The ServerMessage that answers one ClientMessage, which came beside the stream.
+
+        Raises: InvalidRequest, if it is none, or of a kind that must come on the stream; what the request raises.
+        """
+        try:
+            message = pb.ClientMessage.FromString(data)
+        except DecodeError as error:
+            raise InvalidRequest(f"call: expected a ClientMessage, got: {error}; use the same protocol") from None
+        kind = message.WhichOneof("body") or "none"
+        if kind not in CALLABLE or message.load.follow:
+            raise InvalidRequest(f"call: expected one of {', '.join(CALLABLE)} (no follow), got {kind}; use the stream")
+        try:
+            if kind == "load":  # with errors, its answer might not fit into a datagram
+                reply = self._load(connection, message.request_id, message.load, whole=True)
+            else:
+                reply = self._answer(connection, message, kind) or pb.ServerMessage()
+        except KVStoreError:
+            raise
+        except Exception as error:
+            reply = bug_of(error, message.request_id, kind=kind)
+        reply.request_id = message.request_id
+        return reply.SerializeToString()
+
+    def _match(self, connection: Connection, _: int, request: pb.Match) -> pb.ServerMessage:
+        num_blocks, num_writing = connection.session.match(unpack_hashes(request.hashes), _lease(request.lease))
+        return pb.ServerMessage(matched=pb.Matched(num_blocks=num_blocks, num_writing=num_writing))
+
+    def _prefetch(self, connection: Connection, _: int, request: pb.Prefetch) -> pb.ServerMessage:
+        rows, _num_writing = connection.session.space.index.prefix(unpack_hashes(request.hashes))
+        return pb.ServerMessage(prefetched=pb.Prefetched(num_blocks=len(rows)))
+
+    def _load(
+        self, connection: Connection, request_id: int, request: pb.Load, *, whole: bool = False
+    ) -> pb.ServerMessage:
+        loaded = connection.session.load(
+            request_id,
+            unpack_hashes(request.hashes),
+            lease=_lease(request.lease),
+            follow=request.follow,
+            whole=whole,
+        )
+        located = pb.Located(
+            slabs=pack_u32(loaded.location.slabs),
+            slots=pack_u32(loaded.location.slots),
+            generations=pack_u64(loaded.location.generations),
+            errors=[pb.BlockError(index=index, status=status_of(error)) for index, error in loaded.errors.items()],
+            writing=pack_u32(loaded.writing),
+        )
+        if loaded.writing:
+            connection.told.set()  # parts that arrived before; told after this answer, because both wait their turn
+        return pb.ServerMessage(located=located)
+
+    def _reserve(self, connection: Connection, _: int, request: pb.Store_) -> pb.ServerMessage:
+        if self.draining:
+            raise StoreFull("the store is draining and takes nothing new; skip this save")
+        if len(request.parent) not in (0, HASH_BYTES):
+            raise InvalidRequest(f"parent: expected {HASH_BYTES} bytes or none, got {len(request.parent)}")
+        write = connection.session.reserve(
+            parent=BlockHash(request.parent) if request.parent else None,
+            hashes=unpack_hashes(request.hashes),
+            parts=unpack_u32(request.parts, name="parts").tolist(),
+        )
+        return pb.ServerMessage(reserved=pb.Reserved(write_id=write.id, outcomes=bytes(write.outcomes)))
+
+    async def _store_part(self, connection: Connection, request_id: int, request: pb.StorePart) -> None:
+        intake = connection.session.plan_intake(
+            request.write_id,
+            blocks=unpack_u32(request.blocks, name="blocks"),
+            parts=unpack_u32(request.parts, name="parts"),
+            region=request.region,
+            offsets=unpack_u64(request.offsets, name="offsets"),
+        )
+        await connection.start(self._take_in(connection, request_id, intake), request_id=request_id, bounded=True)
+
+    async def _take_in(self, connection: Connection, request_id: int, intake: Intake) -> None:
+        num_committed = await connection.finish(self._bring_in(intake))
+        reply = pb.ServerMessage(request_id=request_id, part_stored=pb.PartStored(num_committed=num_committed))
+        if intake.num_left_out or any(pending.given_up for pending in intake.blocks):
+            error = WriterFailed("a block was given up by another writer meanwhile; commit tells which")
+            reply = pb.ServerMessage(request_id=request_id, status=status_of(error))
+        await connection.send(reply)
+
+    async def _bring_in(self, intake: Intake) -> int:
+        checksums = await self._mover.take_in(intake.copies)
+        return self._store.parts_arrived(intake, checksums)
+
+    def _commit(self, connection: Connection, _: int, request: pb.Commit) -> pb.ServerMessage:
+        outcomes = connection.session.commit(request.write_id)
+        return pb.ServerMessage(committed=pb.Committed(outcomes=bytes(outcomes)))
+
+    def _abort(self, connection: Connection, _: int, request: pb.Abort) -> pb.ServerMessage:
+        return pb.ServerMessage(aborted=pb.Aborted(num_blocks=connection.session.abort(request.write_id)))
+
+    def _release(self, connection: Connection, _: int, request: pb.Release) -> pb.ServerMessage:
+        num_blocks = connection.session.release(_lease(request.lease))
+        return pb.ServerMessage(released=pb.Released(num_blocks=num_blocks))
+
+    async def _verify(self, connection: Connection, request_id: int, request: pb.Verify) -> None:
+        hashes = unpack_hashes(request.hashes)
+        await connection.start(self._check(connection, request_id, hashes), request_id=request_id, bounded=True)
+
+    async def _check(self, connection: Connection, request_id: int, hashes: HashArray) -> None:
+        errors = await connection.finish(self._drop_corrupt(connection.session.space, hashes))
+        reply = pb.Verified(
+            errors=[pb.BlockError(index=position, status=status_of(error)) for position, error in errors.items()]
+        )
+        await connection.send(pb.ServerMessage(request_id=request_id, verified=reply))
+
+    async def _drop_corrupt(self, space: Space, hashes: HashArray) -> dict[int, KVStoreError]:
+        """Blocks that do not match their checksums are dropped; errors of these, and of those not stored."""
+        rows = space.index.find(hashes)
+        committed = space.index.states(rows) == State.COMMITTED
+        errors: dict[int, KVStoreError] = {}
+        for position in np.flatnonzero(~committed).tolist():
+            errors[position] = BlockMissing(f"block {hashes[position].tobytes().hex()[:12]}…: not stored; recompute")
+        if not self._checksums:
+            return errors
+        checked, held = np.flatnonzero(committed), rows[committed]
+        space.index.lease(held)
+        try:
+            for position in checked[await self._differ(space, held)].tolist():
+                block = hashes[position].tobytes().hex()
+                errors[position] = BlockCorrupt(f"block {block[:12]}…: checksum differs; dropped; recompute")
+                log.error("block lost: its bytes do not match their checksum", block=block)
+                self._store.lose(space, BlockHash(hashes[position].tobytes()))
+        finally:
+            space.index.unlease(held)
+        return errors
+
+    async def _differ(self, space: Space, rows: IntArray) -> AnyArray:
+        """`[n]` bool: which of these blocks, which are leased, do not match the checksums in their headers."""
+        tier, slots = self._store.tier, space.index.slots(rows)
+        begins, sizes = np.array(space.part_ranges, np.int64).T
+        addresses = (tier.addresses(slots)[:, None] + begins).ravel()
+        found = await self._mover.hash(addresses, np.tile(sizes, len(slots)))
+        expected = tier.checksums(slots, num_parts=space.spec.num_parts)
+        differ: AnyArray = (found.reshape(expected.shape) != expected).any(axis=1)
+        return differ
+
+    def _drop_regions(self, connection: Connection, _: int, request: pb.DropRegions) -> pb.ServerMessage:
+        connection.session.drop_regions(request.regions)
+        return pb.ServerMessage(regions_dropped=pb.RegionsDropped())
+
+    def _slabs_dropped(self, connection: Connection, _: int, request: pb.SlabsDropped) -> None:
+        for slab in request.slabs:
+            self._store.tier.unmapped(SlabId(slab), connection.session.id)
+
+    def _ping(self, connection: Connection, _: int, request: pb.Ping) -> pb.ServerMessage:
+        return pb.ServerMessage(pong=pb.Pong())
+
+
+def _lease(name: str) -> str:
+    if len(name.encode()) > MAX_LEASE_BYTES:
+        raise InvalidRequest(f"lease: expected at most {MAX_LEASE_BYTES} bytes, got {len(name.encode())}; shorten it")
+    return name
