@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TextIO
 
 import click
 
@@ -86,13 +86,14 @@ def status(address: str, as_json: bool) -> None:
 @main.command(epilog="Example: kvstore clear unix:/run/kvstore/kvstore.sock --namespace 3f9c...")
 @click.argument("address", default=DEFAULT_ADDRESS)
 @click.option("--namespace", default="", help="64 hex digits; all namespaces if not given.")
+@click.option("--token-file", type=click.File(), help="Holds a token for all tenants, where the daemon asks for one.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def clear(address: str, namespace: str, as_json: bool) -> None:
+def clear(address: str, namespace: str, token_file: TextIO | None, as_json: bool) -> None:
     """Remove committed blocks that are neither leased nor pinned."""
     from kvstore_server.commands.status import clear_blocks
 
     try:
-        removed, kept = clear_blocks(address, namespace)
+        removed, kept = clear_blocks(address, namespace, token=token_file.read().strip() if token_file else "")
     except KVStoreError as error:
         _fail(error)
     result = {"blocks_removed": removed, "blocks_kept": kept}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 from builders import chain, rows, spec
+from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from service.harness import DEADLINE_S, DaemonProcess, eventually, store
@@ -12,6 +13,7 @@ from service.harness import DEADLINE_S, DaemonProcess, eventually, store
 from kvstore.hashing import pack, unpack
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client import KVClient, Outcome, StoreFull, StoreUnavailable
+from kvstore_server.cli import main
 
 KV = spec(layers=2, bytes_per_part=16384)
 HASHES = chain(6, of=KV)
@@ -197,3 +199,15 @@ def test_changes_need_a_token_for_all_tenants(
         assert caught.value.code().name == code
     assert daemon.stats().draining is (not code)
     eventually(daemon.is_idle)
+
+
+@pytest.mark.parametrize(("token", "says"), [("", "token"), ("team", "all tenants"), ("root", "0 blocks removed")])
+def test_the_clear_command_sends_the_token_of_a_file(
+    make_daemon: Callable[..., DaemonProcess], tmp_path, token: str, says: str
+) -> None:
+    (tmp_path / "kvstore.toml").write_text('[tokens]\nteam = ["team-a"]\nroot = ["*"]\n')
+    (tmp_path / "token").write_text(f"{token}\n")
+    daemon = make_daemon(config=tmp_path / "kvstore.toml")
+    result = CliRunner().invoke(main, ["clear", daemon.address, "--token-file", str(tmp_path / "token")])
+    assert says in result.output
+    assert result.exit_code == (0 if token == "root" else 2)

@@ -8,6 +8,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, error
 from kvstore.types import HASH_BYTES
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import AdminStub
+from kvstore_server.access import AUTHORIZATION
 
 TIMEOUT_S: Final = 5.0
 
@@ -106,8 +107,11 @@ def render(shown: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def clear_blocks(address: str, namespace: str) -> tuple[int, int]:
-    """(blocks removed, blocks kept). Raises: InvalidRequest, BlockMissing (namespace), StoreUnavailable."""
+def clear_blocks(address: str, namespace: str, *, token: str) -> tuple[int, int]:
+    """(blocks removed, blocks kept).
+
+    Raises: InvalidRequest, BlockMissing (namespace), NotAuthenticated, NotAllowed, StoreUnavailable.
+    """
     try:
         digest = bytes.fromhex(namespace)
     except ValueError:
@@ -116,7 +120,8 @@ def clear_blocks(address: str, namespace: str) -> tuple[int, int]:
         raise InvalidRequest(f"namespace: expected {2 * HASH_BYTES} hex digits, got {namespace!r}")
     with grpc.insecure_channel(address) as channel:
         try:
-            reply = AdminStub(channel).Clear(pb.ClearRequest(namespace=digest), timeout=TIMEOUT_S)
+            metadata = [(AUTHORIZATION, f"Bearer {token}")] if token else None
+            reply = AdminStub(channel).Clear(pb.ClearRequest(namespace=digest), timeout=TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
             raise _error(error, address) from None
     return reply.blocks_removed, reply.blocks_kept
