@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore.hashing import unpack
 from kvstore.types import HASH_BYTES
-from kvstore_server.eviction import LRU, Ticks
+from kvstore_server.eviction import Ticks
 from kvstore_server.index import Index
 from kvstore_server.table import NONE
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    index = Index(LRU(Ticks()))
+    index = Index(Ticks())
     gc.collect()
     before = rss_bytes()
     started = time.perf_counter()

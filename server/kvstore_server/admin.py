@@ -13,7 +13,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import spec_to_proto, unpack_hashes
 from kvstore_server.access import AUTHORIZATION, authorize
 from kvstore_server.config import Settings
-from kvstore_server.index import State
+from kvstore_server.level import State
 from kvstore_server.service import StoreService, code_of
 from kvstore_server.store import Store
 from kvstore_server.values import Change, Space
@@ -50,7 +50,7 @@ class Journal:
             namespace=change.namespace,
             hashes=change.hashes.tobytes(),
             parents=change.parents.tobytes(),
-            tier="cpu",
+            tier=change.tier,
             block_tokens=change.block_tokens,
         )
 
@@ -101,9 +101,12 @@ class AdminService:
             boot_id=self._boot_id,
             server_version=self._version,
             uptime_s=now - self._started_at,
-            tiers=[pb.TierStats(**dataclasses.asdict(self._store.tier.statistics()))],
+            tiers=[
+                pb.TierStats(**dataclasses.asdict(tier))
+                for tier in (self._store.tier.statistics(), *self._store.below.statistics())
+            ],
             counters=pb.Counters(**dataclasses.asdict(self._store.counters)),
-            blocks_committed=sum(index.count(State.COMMITTED) for index in indexes),
+            blocks_committed=sum(len(index.stored()) for index in indexes),
             blocks_writing=sum(index.count(State.WRITING) for index in indexes),
             blocks_leased=sum(index.num_leased for index in indexes),
             blocks_pinned=sum(index.num_pinned for index in indexes),
@@ -129,7 +132,7 @@ class AdminService:
                 pb.NamespaceStats(
                     namespace=namespace,
                     spec=spec_to_proto(space.spec),
-                    blocks_committed=space.index.count(State.COMMITTED),
+                    blocks_committed=len(space.index.stored()),
                     slab_bytes=self._store.tier.arena.slab_bytes(namespace),
                 )
                 for namespace, space in self._store.spaces.items()
@@ -187,7 +190,7 @@ class AdminService:
         """All committed blocks at this moment, and the end mark. Made at once, so that no change falls between."""
         events = []
         for space in self._store.spaces.values():
-            rows = space.index.committed()
+            rows = space.index.stored()
             for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
                 change = self._store.change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS])
                 events.append(self._journal.event(change, sequence))

@@ -33,6 +33,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     page_lock: bool = True  # with CUDA, where there is CUDA
     checksums: bool = True  # off is for benchmarks
     copy_threads: int = 2
+    disk_path: str = ""  # a directory of this daemon's own; "": no disk tier
+    disk_capacity: int = 16 << 30  # of the slab files there
+    disk_reserve: int = 1 << 30  # stays free on that file system
+    disk_threads: int = 4
     heartbeat_s: float = 5.0
     max_region_bytes: int = 8 << 30  # of one session
     stop_timeout_s: float = 10.0
@@ -57,13 +61,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             self.cpu_capacity,
         )
         _expect(1 <= self.copy_threads <= 64, "copy_threads", "1 to 64", self.copy_threads)
+        _expect(
+            not self.disk_path or self.disk_capacity >= self.slab_bytes,
+            "disk_capacity",
+            f"at least one slab of {self.slab_bytes} bytes (slab_bytes)",
+            self.disk_capacity,
+        )
+        _expect(1 <= self.disk_threads <= 64, "disk_threads", "1 to 64", self.disk_threads)
+        _expect(not self.disk_path or self.checksums, "checksums", "on, because the disk tier needs them", "off")
         _expect(0.05 <= self.heartbeat_s <= 3600, "heartbeat_s", "0.05 to 3600", self.heartbeat_s)
         _expect(self.log_format in ("text", "json"), "log_format", '"text" or "json"', self.log_format)
         levels = ("debug", "info", "warning", "error")
         _expect(self.log_level in levels, "log_level", f"one of {', '.join(levels)}", self.log_level)
 
 
-SIZES: Final = frozenset({"cpu_capacity", "slab_bytes", "max_region_bytes"})
+SIZES: Final = frozenset({"cpu_capacity", "slab_bytes", "max_region_bytes", "disk_capacity", "disk_reserve"})
 
 
 def load(

@@ -30,8 +30,10 @@ from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
 from kvstore_server.mover import Mover
 from kvstore_server.service import StoreService
+from kvstore_server.spill import Spill
 from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier, shmem_pages
+from kvstore_server.tiers.disk import DiskFailed, DiskTier
 from kvstore_server.tiers.pinning import PageLock
 
 log = structlog.get_logger()
@@ -63,6 +65,10 @@ class Daemon:
         )
         self._private = tempfile.TemporaryDirectory(prefix="kvstore-")
         self._shm_path = self._choose_shm_path()
+        self.disk = self._open_disk()
+        self.spill = Spill(self.store, self.disk) if self.disk is not None else None
+        if self.spill is not None:
+            self.store.below = self.spill
         self.service = StoreService(
             self.store,
             self._mover,
@@ -91,6 +97,8 @@ class Daemon:
     async def start(self) -> None:
         """The daemon listens on all its addresses. Raises: StoreUnavailable, if one of them is taken."""
         raise_descriptor_limit()
+        if self.disk is not None and self.spill is not None:
+            self._restore(self.disk, self.spill)
         self._server = grpc.aio.server(options=_OPTIONS)
         kvstore_pb2_grpc.add_StoreServicer_to_server(self.service, self._server)
         kvstore_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
@@ -121,11 +129,47 @@ class Daemon:
         await asyncio.gather(self._reaper, return_exceptions=True)
         self._descriptors.close()
         await asyncio.to_thread(self._mover.close)
+        if self.disk is not None and self.spill is not None:
+            await self._close_disk(self.disk, self.spill)
         if self.settings.prefault:
             await asyncio.to_thread(self._prefault.join)
         self.tier.close()
         self._remove_files()
         log.info("stopped")
+
+    def _open_disk(self) -> DiskTier | None:
+        settings = self.settings
+        if not settings.disk_path:
+            return None
+        try:
+            return DiskTier(
+                Path(settings.disk_path),
+                capacity_bytes=settings.disk_capacity,
+                slab_bytes=settings.slab_bytes,
+                reserve_bytes=settings.disk_reserve,
+                num_threads=settings.disk_threads,
+            )
+        except DiskFailed as error:
+            raise StoreUnavailable(f"disk tier: {error}") from None
+
+    def _restore(self, disk: DiskTier, spill: Spill) -> None:
+        started = time.monotonic()
+        try:
+            num_blocks = spill.restore(disk.recover())
+        except DiskFailed as error:
+            raise StoreUnavailable(f"disk tier: {error}") from None
+        seconds = round(time.monotonic() - started, 2)
+        log.info("disk tier: restored", directory=self.settings.disk_path, blocks=num_blocks, seconds=seconds)
+        self._writer = asyncio.create_task(spill.run())
+
+    async def _close_disk(self, disk: DiskTier, spill: Spill) -> None:
+        """What exists only in memory is on disk, as far as the time allows."""
+        if not await spill.flush(self.settings.stop_timeout_s):
+            log.warning("not all was flushed to disk in time", left_mib=spill.backlog_bytes >> 20)
+        self._writer.cancel()
+        await asyncio.gather(self._writer, return_exceptions=True)
+        await spill.quiesce()
+        await asyncio.to_thread(disk.close)
 
     def _remove_files(self) -> None:
         if self.settings.unix_socket:
@@ -173,6 +217,9 @@ class Daemon:
         nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
         log.info("kvstore is ready", version=self._version, boot_id=self.boot_id.hex(), listening=self.addresses)
         log.info("memory: cpu tier", capacity=_gib(settings.cpu_capacity), slab=_gib(settings.slab_bytes))
+        if self.disk is not None:
+            shown = self.disk.statistics()
+            log.info("disk tier", directory=settings.disk_path, capacity=_gib(shown.capacity_bytes), io=shown.pages)
         log.info("memory: huge pages asked for", granted=shmem_pages())
         log.info("memory: page lock", state=self._page_lock_reason)
         log.info("memory: memlock limit", limit="unlimited" if memlock < 0 else _gib(memlock))

@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, NotAuthenticated, StoreUnavailable
+from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, NotAuthenticated, StoreUnavailable, Unsupported
 from kvstore.transport.shm import Op, Reply, Request, check_region, map_memfd
 from kvstore.types import SlabId
 from kvstore_server.session import Session
@@ -93,7 +93,8 @@ class DescriptorSocket:
             told = request.op is Op.TELL
             reply = self._answer(connection, request, received, sent)
         except KVStoreError as error:
-            log.warning("shm request refused", error=str(error), session=repr(self._connections[connection]))
+            if not isinstance(error, Unsupported):  # that one only has to take the stream
+                log.warning("shm request refused", error=str(error), session=repr(self._connections[connection]))
             reply = Reply(error.code, 0, str(error))
         try:
             if not told:

@@ -1,6 +1,6 @@
-"""Which block goes next. Policies know order and nothing else; the index counts what holds a block.
+"""Which block goes next from a tier. Policies know order and nothing else; the index counts what holds a block.
 
-Rows are the index's numbers for blocks. A policy keeps one column beside the index's, resized with it.
+Rows are the index's numbers for blocks. When each was last used is one column, shared by the policies of all tiers.
 """
 
 import heapq
@@ -32,15 +32,39 @@ class Ticks:
         return before
 
 
+class Stamps:
+    """When each row was last used, in ticks; larger is later.
+
+    Each use stamps its chain in falling order, so a parent is always younger than its children.
+    """
+
+    def __init__(self, ticks: Ticks) -> None:
+        self.ticks = ticks
+        self.column: IntArray = np.zeros(0, np.int64)
+
+    def resize(self, num_rows: int) -> None:
+        self.column = np.concatenate([self.column, np.zeros(num_rows - len(self.column), np.int64)])
+
+    def touch(self, rows: IntArray) -> None:
+        """These rows, a chain from its root, were just used; the last of them will be the first to go."""
+        count = len(rows)
+        before = self.ticks.take(count)
+        self.column[rows] = np.arange(before + count, before, -1)
+
+    def of(self, rows: IntArray) -> IntArray:
+        stamps: IntArray = self.column.take(rows)
+        return stamps
+
+
 class Candidates(Protocol):
-    """What a policy may ask of the index."""
+    """What a policy may ask of a tier."""
 
     def unheld(self, rows: slice) -> BoolArray:
-        """`[n]`: committed, not leased, not pinned."""
+        """`[n]`: in this tier, not leased, not pinned."""
         ...
 
     def take(self, row: int) -> bool:
-        """The row is gone, if it may go now: unheld, and no block that follows it is stored; else False."""
+        """The row is gone, if it may go now: unheld, and no block that follows it is in this tier; else False."""
         ...
 
     def take_all(self, rows: IntArray) -> bool:
@@ -49,22 +73,14 @@ class Candidates(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """An order of eviction over the rows of one index."""
-
-    def resize(self, num_rows: int) -> None:
-        """Rows below `num_rows` exist."""
-        ...
-
-    def touch(self, rows: IntArray) -> None:
-        """These rows, a chain from its root, were just used; the last of them will be the first to go."""
-        ...
+    """An order of eviction from one tier, over the rows of one index."""
 
     def became_unheld(self, rows: IntArray) -> None:
         """These rows may be evictable now; before, they were not."""
         ...
 
     def became_childless(self, row: int) -> None:
-        """No block that follows this row is stored any more, so it may be evictable now."""
+        """No block that follows this row is in the tier any more, so it may be evictable now."""
         ...
 
     def victims(self, count: int, candidates: Candidates) -> list[int]:
@@ -75,15 +91,13 @@ class EvictionPolicy(Protocol):
 class LRU:
     """Least recently used first, and within one use from leaf to root.
 
-    Each use stamps its chain in falling order, so a parent is always younger than its children and a chain is
-    evicted from its end. The oldest rows are found by a partial sort, many at a time, and handed out in runs.
+    The oldest rows are found by a partial sort, many at a time, and handed out in runs.
     The order is exact: a row used meanwhile has another stamp than its entry, which is then skipped, and a row
     that becomes evictable later is queued too, if its stamp is within what the scan covered.
     """
 
-    def __init__(self, ticks: Ticks) -> None:
-        self._ticks = ticks
-        self._stamps: IntArray = np.zeros(0, np.int64)
+    def __init__(self, stamps: Stamps) -> None:
+        self._stamps = stamps
         self._queue: IntArray = np.zeros(0, np.int64)  # rows, oldest first
         self._queued: IntArray = np.zeros(0, np.int64)  # the stamp of each when it was queued
         self._next = 0  # of the queue
@@ -91,23 +105,17 @@ class LRU:
         self._scanned = 0  # every evictable row with a stamp up to this one is queued
         self._passed = 0  # the youngest stamp that was handed out or skipped
 
-    def resize(self, num_rows: int) -> None:
-        self._stamps = np.concatenate([self._stamps, np.zeros(num_rows - len(self._stamps), np.int64)])
-
-    def touch(self, rows: IntArray) -> None:
-        count = len(rows)
-        before = self._ticks.take(count)
-        self._stamps[rows] = np.arange(before + count, before, -1)
-
     def became_unheld(self, rows: IntArray) -> None:
-        stamps = self._stamps.take(rows)
+        if not self._scanned:
+            return
+        stamps = self._stamps.of(rows)
         covered = stamps <= self._scanned
         if covered.any():
             for stamp, row in zip(stamps[covered].tolist(), rows[covered].tolist(), strict=True):
                 heapq.heappush(self._late, (stamp, row))
 
     def became_childless(self, row: int) -> None:
-        stamp = int(self._stamps[row])
+        stamp = int(self._stamps.column[row])
         if stamp <= self._passed:  # skipped for its child; a younger one has its turn before it
             heapq.heappush(self._late, (stamp, row))
 
@@ -118,7 +126,7 @@ class LRU:
             if not self._late and not one_by_one:
                 run = slice(self._next, self._next + count - len(taken))
                 rows, stamps = self._queue[run], self._queued[run]
-                current = rows[self._stamps[rows] == stamps]
+                current = rows[self._stamps.of(rows) == stamps]
                 if candidates.take_all(current):
                     taken += current.tolist()
                     self._next += len(rows)
@@ -128,14 +136,9 @@ class LRU:
             one_by_one = max(0, one_by_one - 1)
             stamp, row = self._pop()
             self._passed = max(self._passed, stamp)
-            if stamp == self._stamps[row] and candidates.take(row):
+            if stamp == self._stamps.column[row] and candidates.take(row):
                 taken.append(row)
         return taken
-
-    def stamp(self, rows: IntArray) -> IntArray:
-        """When these rows were last used, in ticks; larger is later."""
-        stamps: IntArray = self._stamps[rows]
-        return stamps
 
     def _pop(self) -> tuple[int, int]:
         """The oldest entry: stamp and row. There is one."""
@@ -149,21 +152,22 @@ class LRU:
     def _scan(self, candidates: Candidates) -> bool:
         """The oldest rows beyond those scanned before are queued; False if there are none."""
         found = np.zeros(0, np.int64)
-        youngest = self._ticks.now
-        for first in range(0, len(self._stamps), SCAN_ROWS):
+        column = self._stamps.column
+        youngest = self._stamps.ticks.now
+        for first in range(0, len(column), SCAN_ROWS):
             rows = slice(first, first + SCAN_ROWS)
-            stamps = self._stamps[rows]
+            stamps = column[rows]
             beyond = (stamps > self._scanned) & (stamps <= youngest) & candidates.unheld(rows)
             found = np.concatenate([found, np.flatnonzero(beyond) + first])
             if len(found) > SCAN_VICTIMS:
-                found = found[np.argpartition(self._stamps[found], SCAN_VICTIMS - 1)[:SCAN_VICTIMS]]
-                youngest = int(self._stamps[found].max())
+                found = found[np.argpartition(column[found], SCAN_VICTIMS - 1)[:SCAN_VICTIMS]]
+                youngest = int(column[found].max())
         if not len(found):
             # Nothing can go now. What becomes evictable later must be found, whatever its stamp.
-            self._scanned = self._passed = self._ticks.now
+            self._scanned = self._passed = self._stamps.ticks.now
             return False
-        self._queue = found[np.argsort(self._stamps[found])]
-        self._queued = self._stamps[self._queue]
+        self._queue = found[np.argsort(column[found])]
+        self._queued = column[self._queue]
         self._next = 0
         self._scanned = int(self._queued[-1])
         return True

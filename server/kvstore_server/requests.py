@@ -15,7 +15,7 @@ from kvstore.types import HASH_BYTES, AnyArray, BlockHash, HashArray, IntArray, 
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import MAX_LEASE_BYTES, pack_u32, pack_u64, status_of, unpack_hashes, unpack_u32, unpack_u64
 from kvstore_server.connection import Connection, bug_of
-from kvstore_server.index import State
+from kvstore_server.level import State
 from kvstore_server.mover import Mover
 from kvstore_server.store import Store
 from kvstore_server.values import Intake, Space
@@ -103,7 +103,9 @@ class Requests:
         return pb.ServerMessage(matched=pb.Matched(num_blocks=num_blocks, num_writing=num_writing))
 
     def _prefetch(self, connection: Connection, _: int, request: pb.Prefetch) -> pb.ServerMessage:
-        rows, _num_writing = connection.session.space.index.prefix(unpack_hashes(request.hashes))
+        space = connection.session.space
+        rows, _num_writing = space.index.prefix(unpack_hashes(request.hashes))
+        self._store.raise_up(space, rows[space.index.states(rows) == State.COLD])
         return pb.ServerMessage(prefetched=pb.Prefetched(num_blocks=len(rows)))
 
     def _load(
@@ -188,7 +190,7 @@ class Requests:
         rows = space.index.find(hashes)
         committed = space.index.states(rows) == State.COMMITTED
         errors: dict[int, KVStoreError] = {}
-        for position in np.flatnonzero(~committed).tolist():
+        for position in np.flatnonzero(space.index.states(rows) < State.COMMITTED).tolist():
             errors[position] = BlockMissing(f"block {hashes[position].tobytes().hex()[:12]}…: not stored; recompute")
         if not self._checksums:
             return errors
@@ -206,7 +208,7 @@ class Requests:
 
     async def _differ(self, space: Space, rows: IntArray) -> AnyArray:
         """`[n]` bool: which of these blocks, which are leased, do not match the checksums in their headers."""
-        tier, slots = self._store.tier, space.index.slots(rows)
+        tier, slots = self._store.tier, space.index.memory.slots(rows)
         begins, sizes = np.array(space.part_ranges, np.int64).T
         addresses = (tier.addresses(slots)[:, None] + begins).ravel()
         found = await self._mover.hash(addresses, np.tile(sizes, len(slots)))

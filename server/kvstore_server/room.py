@@ -1,4 +1,4 @@
-"""Makes room in the tier: free slots, a new slab, a slab of a colder namespace, the oldest blocks; drops blocks."""
+"""Makes room in memory: free slots, a new slab, a slab of a colder namespace, the oldest blocks; drops blocks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore.types import HashArray, IntArray, Namespace, SessionId, SlabId
 from kvstore_server.eviction import Ticks
+from kvstore_server.level import State
 from kvstore_server.table import NONE
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
 from kvstore_server.values import Change, Counters, Space
@@ -28,6 +29,7 @@ class Room:
         *,
         on_change: Callable[[Change], None],
         on_slab_closed: Callable[[SlabId, frozenset[SessionId]], None],
+        on_forgotten: Callable[[Space, HashArray, IntArray], None],
     ) -> None:
         self.tier = tier
         self.counters = counters
@@ -35,6 +37,7 @@ class Room:
         self._ticks = ticks
         self._on_change = on_change
         self._on_slab_closed = on_slab_closed
+        self._on_forgotten = on_forgotten
         self._next_look = 0
 
     @contextmanager
@@ -60,7 +63,7 @@ class Room:
             self.free(space, freed)
             found.append(arena.allocate(space.namespace, len(freed)))
             self.counters.blocks_evicted += len(evicted)
-            self._tell_removed(space, evicted)
+            self.tell_removed(space, evicted)
         return np.concatenate(found)
 
     def take_over_slab(self, space: Space) -> bool:
@@ -70,13 +73,13 @@ class Room:
         """
         if self.tier.arena.num_lingering or len(self._spaces) < 2:
             return False
-        mine = np.flatnonzero(space.index.unheld())
+        mine = np.flatnonzero(space.index.memory.unheld(slice(None)))
         oldest = self._ticks.now + 1
         if len(mine):
             if self._ticks.now < self._next_look:
                 return False
             self._next_look = self._ticks.now + LOOK_EVERY
-            oldest = int(space.policy.stamp(mine).min())
+            oldest = int(space.index.stamps.of(mine).min())
         best: tuple[int, Space, SlabId] | None = None
         for other in self._spaces.values():
             if other is not space:
@@ -86,32 +89,44 @@ class Room:
         if best is None:
             return False
         _, other, slab = best
-        rows = other.index.committed()
-        rows = rows[slabs_and_places(other.index.slots(rows))[0] == slab]
-        self.counters.blocks_evicted += self.drop_all(other, rows)
+        rows = other.index.memory.rows()
+        rows = rows[slabs_and_places(other.index.memory.slots(rows))[0] == slab]
+        self.push_out(other, rows)
+        self.counters.blocks_evicted += len(rows)
         self._on_slab_closed(slab, self.tier.close_slab(slab))
         return self.tier.open_slab(space.spec, space.layout)
 
     def _coldness(self, space: Space) -> Iterator[tuple[int, SlabId]]:
         """For each slab that could be emptied now: the tick at which it was last used, and its id."""
-        rows = space.index.committed()
-        slabs, _ = slabs_and_places(space.index.slots(rows))
-        held = set(slabs[space.index.held(rows)].tolist())
-        stamps = space.policy.stamp(rows)
+        index = space.index
+        rows = index.memory.rows()
+        slabs, _ = slabs_and_places(index.memory.slots(rows))
+        kept = index.held(rows) | (index.states(rows) != State.COMMITTED)
+        held = set(slabs[kept].tolist())
+        stamps = index.stamps.of(rows)
         for slab in self.tier.arena.slabs_of(space.namespace):
             inside = stamps[slabs == slab]
-            # A slot in use that is not of a committed block is being written into.
+            # A slot in use that is of no block is being written into.
             if slab not in held and self.tier.arena.num_used(slab) == len(inside):
                 yield int(inside.max()) if len(inside) else 0, slab
 
+    def push_out(self, space: Space, rows: IntArray) -> None:
+        """These committed blocks leave memory, whoever holds them; those that are not on disk are gone."""
+        hashes = space.index.hashes_of(rows[~space.index.disk.has(rows)])
+        self.free(space, space.index.leave_memory(rows))
+        self.tell_removed(space, hashes)
+
     def drop_all(self, space: Space, rows: IntArray) -> int:
-        """These committed blocks are gone, whoever holds them, leaves first so that no holes stay; returns how many."""
-        rows = rows[np.argsort(space.policy.stamp(rows))]
-        hashes, slots = space.index.hashes_of(rows), space.index.slots(rows)
-        for row in rows.tolist():
-            space.index.drop(row)
-        self.free(space, slots)
-        self._tell_removed(space, hashes)
+        """These stored blocks, which are not rising, are gone from all tiers, whoever holds them; returns how many."""
+        index = space.index
+        hashes = index.hashes_of(rows)
+        below = rows[index.disk.has(rows)]
+        forgotten, freed = index.hashes_of(below), index.disk.slots(below)
+        self.free(space, index.leave_memory(rows[index.memory.has(rows)]))
+        index.leave_disk(below)
+        if len(below):
+            self._on_forgotten(space, forgotten, freed)
+        self.tell_removed(space, hashes)
         return len(hashes)
 
     def free(self, space: Space, slots: IntArray) -> None:
@@ -119,6 +134,7 @@ class Room:
         self.tier.retract(slots, used_bytes=space.spec.block_bytes)
         self.tier.arena.free(slots)
 
-    def _tell_removed(self, space: Space, hashes: HashArray) -> None:
+    def tell_removed(self, space: Space, hashes: HashArray) -> None:
+        """Whoever watches is told that these blocks are gone."""
         if len(hashes):
             self._on_change(Change(space.namespace, False, hashes, hashes[:0], space.spec.block_tokens))

@@ -14,6 +14,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from kvstore.errors import (
+    BlockCorrupt,
     InvalidRequest,
     KVStoreError,
     SpecMismatch,
@@ -254,15 +255,17 @@ class StoreService:
                         arrived=pb.Arrived(
                             blocks=pack_u32([block for block, _ in arrived]),
                             parts=pack_u32([part for _, part in arrived]),
-                            errors=[_gone(index) for index in failed],
+                            errors=[_gone(index, rising) for index, rising in failed],
                             last=last,
                         ),
                     )
                 )
 
 
-def _gone(index: int) -> pb.BlockError:
-    error = WriterFailed("its writer left before all parts had arrived; recompute, or match again")
+def _gone(index: int, rising: bool) -> pb.BlockError:
+    error: KVStoreError = WriterFailed("its writer left before all parts had arrived; recompute, or match again")
+    if rising:
+        error = BlockCorrupt("it could not be read from disk as it was written; dropped; recompute")
     return pb.BlockError(index=index, status=status_of(error))
 
 

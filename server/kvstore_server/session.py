@@ -85,9 +85,9 @@ class Session:
         """The lease holds the blocks that can be served, too. `whole` as for the store."""
         if not lease:
             raise InvalidRequest("lease: expected a name, got none; a load needs something to hold its blocks")
-        follower = Follow(request_id, self._wake) if follow else None
-        loaded = self._store.load(self.space, hashes, follower, whole=whole)
-        if follower is not None and loaded.writing:
+        follower = Follow(request_id, self._wake)
+        loaded = self._store.load(self.space, hashes, follower, follow=follow, whole=whole)
+        if loaded.writing:
             self.follows[request_id] = (lease, follower)
         try:
             self._hold(lease, loaded.rows)

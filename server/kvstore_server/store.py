@@ -5,10 +5,11 @@ copy, and another takes note when that is done; nothing is awaited in between he
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, Unsupported, WriterFailed
+from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, StoreFull, Unsupported, WriterFailed
 from kvstore.spec import KVSpec
 from kvstore.transport.memory import address_of
 from kvstore.types import (
@@ -24,17 +25,54 @@ from kvstore.types import (
     SlabId,
     WriteId,
 )
-from kvstore_server.eviction import LRU, Ticks
-from kvstore_server.index import Index, State
+from kvstore_server.eviction import BoolArray, Ticks
+from kvstore_server.index import Index
+from kvstore_server.level import State
 from kvstore_server.room import Room
 from kvstore_server.table import NONE
-from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
-from kvstore_server.values import Change, Copies, Counters, Intake, Loaded, Space, Write
+from kvstore_server.tiers.cpu import CpuTier, TierStatistics, slabs_and_places
+from kvstore_server.values import Change, Copies, Counters, Intake, Loaded, Rise, Space, Write
 from kvstore_server.writes import Follow, Pending, mask_of, parts_of
 
 
+class Below(Protocol):
+    """What the store tells the tier below memory. Nothing here waits."""
+
+    def stored(self, space: Space, rows: IntArray) -> None:
+        """These blocks were committed, and may be written down."""
+        ...
+
+    def rise(self, rise: Rise) -> None:
+        """This plan is to be carried out, and `Store.risen` told."""
+        ...
+
+    def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
+        """The index knows these blocks, in these slots there, no more; the slots are the tier's to free."""
+        ...
+
+    def statistics(self) -> list[TierStatistics]:
+        """Of each tier there is."""
+        ...
+
+
+class NothingBelow:
+    """Memory is the only tier."""
+
+    def stored(self, space: Space, rows: IntArray) -> None:
+        pass
+
+    def rise(self, rise: Rise) -> None:
+        raise AssertionError("no block can be below memory")
+
+    def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
+        raise AssertionError("no block can be below memory")
+
+    def statistics(self) -> list[TierStatistics]:
+        return []
+
+
 class Store:
-    """All namespaces over one cpu tier."""
+    """All namespaces over one cpu tier, and what lies below it."""
 
     def __init__(
         self,
@@ -42,21 +80,29 @@ class Store:
         *,
         on_change: Callable[[Change], None] = lambda change: None,
         on_slab_closed: Callable[[SlabId, frozenset[SessionId]], None] = lambda slab, sessions: None,
+        below: "Below | None" = None,
     ) -> None:
         self.tier = tier
         self.counters = Counters()
         self.spaces: dict[Namespace, Space] = {}
         self._ticks = Ticks()
+        self.below: Below = below or NothingBelow()
         self._room = Room(
-            tier, self.spaces, self._ticks, self.counters, on_change=on_change, on_slab_closed=on_slab_closed
+            tier,
+            self.spaces,
+            self._ticks,
+            self.counters,
+            on_change=on_change,
+            on_slab_closed=on_slab_closed,
+            on_forgotten=lambda space, hashes, slots: self.below.forgotten(space, hashes, slots),
         )
         self._on_change = on_change
         self._on_slab_closed = on_slab_closed
         self._last_generation = 0
         self._last_write = 0
 
-    def open_space(self, spec: KVSpec) -> Space:
-        """The namespace of this spec; made if it is new."""
+    def open_space(self, spec: KVSpec, *, with_slab: bool = True) -> Space:
+        """The namespace of this spec; made if it is new, and, unless it need not be, with a slab in memory."""
         space = self.spaces.get(spec.namespace)
         if space is None:
             layout = self.tier.layout(spec)
@@ -65,13 +111,12 @@ class Store:
                     f"spec: expected blocks that fit into the cpu tier of {self.tier.arena.capacity_bytes} bytes, "
                     f"got blocks of {spec.block_bytes}; enlarge the tier or use fewer tokens per block"
                 )
-            policy = LRU(self._ticks)
             ranges = [spec.part_range(part) for part in range(spec.num_parts)]
-            space = Space(spec, layout, policy, Index(policy), part_ranges=ranges)
+            space = Space(spec, layout, Index(self._ticks), part_ranges=ranges)
             self.spaces[spec.namespace] = space
-            # Its first slab now, so that readers of the slab it may have to take over unmap it before the first store.
-            if not self.tier.open_slab(spec, layout):
-                self._room.take_over_slab(space)
+        # Its first slab now, so that readers of the slab it may have to take over unmap it before the first store.
+        if with_slab and not self.tier.arena.slabs_of(spec.namespace) and not self.tier.open_slab(spec, space.layout):
+            self._room.take_over_slab(space)
         return space
 
     def close_space_if_empty(self, space: Space) -> None:
@@ -86,7 +131,7 @@ class Store:
     # Reading.
 
     def match(self, space: Space, hashes: HashArray) -> tuple[IntArray, int]:
-        """Rows of the longest committed prefix, just used; and how many blocks after it are being written."""
+        """Rows of the longest stored prefix, just used; and how many blocks after it are being written."""
         rows, num_writing = space.index.prefix(hashes)
         if len(rows):
             space.index.touch(rows)
@@ -96,35 +141,86 @@ class Store:
         self.counters.blocks_missed += len(hashes) - len(rows)
         return rows, num_writing
 
-    def load(self, space: Space, hashes: HashArray, follow: Follow | None, *, whole: bool = False) -> Loaded:
-        """The blocks that can be served are leased and located; with `follow`, those in writing too.
+    def load(self, space: Space, hashes: HashArray, follower: Follow, *, follow: bool, whole: bool = False) -> Loaded:
+        """The blocks that can be served are leased and located; with `follow`, those being written too.
 
-        Raises: Unsupported, and nothing is leased, if all of them are wanted, `whole`, and one is not committed.
+        Blocks that are only on disk are brought up, and `follower` is told of them as of those being written.
+        Raises: Unsupported, and nothing is leased, if the `whole` is wanted and one is not in memory.
         """
-        rows = space.index.find(hashes)
-        states = space.index.states(rows)
+        index = space.index
+        rows = index.find(hashes)
+        states = index.states(rows)
         served = states == State.COMMITTED
         if whole and not served.all():
-            raise Unsupported("load: expected only blocks that can be served; send it on the stream")
+            raise Unsupported("load: expected only blocks that can be served at once; send it on the stream")
+        if (states == State.COLD).any():
+            with self._room.held(space, rows):
+                self.raise_up(space, rows[states == State.COLD])
+            states = index.states(rows)
         errors: dict[int, KVStoreError] = {}
         writing: list[int] = []
-        for index in np.flatnonzero(~served).tolist():
-            name = hashes[index].tobytes().hex()[:12]
-            if states[index] != State.WRITING:
-                errors[index] = BlockMissing(f"block {name}…: not stored (any more); recompute")
-            elif follow is None:
-                errors[index] = WriterFailed(f"block {name}…: still being written; match again, or follow")
+        for position in np.flatnonzero(~served).tolist():
+            name = hashes[position].tobytes().hex()[:12]
+            if states[position] == State.COLD:
+                errors[position] = StoreFull(f"block {name}…: on disk, and no room in memory to bring it up; recompute")
+            elif states[position] == State.HOLE:
+                errors[position] = BlockMissing(f"block {name}…: not stored (any more); recompute")
+            elif states[position] == State.WRITING and not follow:
+                errors[position] = WriterFailed(f"block {name}…: still being written; match again, or follow")
             else:
-                space.writes.follow(space.writes.of(int(rows[index])), follow, index)
-                writing.append(index)
-                served[index] = True
+                space.writes.follow(space.writes.of(int(rows[position])), follower, position)
+                writing.append(position)
+                served[position] = True
         leased = rows[served]
-        space.index.lease(leased)
+        index.lease(leased)
         slabs, places, generations = np.zeros((3, len(rows)), np.int64)
-        slabs[served], places[served] = slabs_and_places(space.index.slots(leased))
-        generations[served] = space.index.generations(leased)
+        slabs[served], places[served] = slabs_and_places(index.memory.slots(leased))
+        generations[served] = index.generations(leased)
         self.counters.blocks_loaded += len(leased)
         return Loaded(leased, Location(slabs, places, generations), errors, writing)
+
+    def raise_up(self, space: Space, rows: IntArray) -> None:
+        """As many of these cold blocks as there is room for are rising, and leased until they have `risen`."""
+        index = space.index
+        rows = np.unique(rows)  # one block may be asked for twice
+        with self._room.held(space, rows):
+            slots = self._room.make(space, len(rows))
+            rows = rows[: len(slots)]
+            index.lease(rows)
+        if not len(rows):
+            return
+        hashes, generations = index.hashes_of(rows), self._next_generations(len(rows))
+        index.rise(rows, slots=slots, generations=generations)
+        self.tier.publish(slots, generations=generations, hashes=hashes, used_bytes=space.spec.block_bytes)
+        all_parts = space.all_parts
+        pendings = [
+            space.writes.rise(row=row, slot=slot, all_parts=all_parts)
+            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)
+        ]
+        self.below.rise(Rise(space, rows, pendings, hashes, index.disk.slots(rows), self.tier.addresses(slots)))
+
+    def risen(self, rise: Rise, good: BoolArray, checksums: AnyArray) -> None:
+        """The bytes of the `good` ones are in their slots, with `[n, num_parts]` checksums; those are committed.
+
+        The others are lost: they leave the disk too, and their readers take a miss.
+        """
+        space, index = rise.space, rise.space.index
+        parts = list(range(space.spec.num_parts))
+        slots = index.memory.slots(rise.rows)
+        self.tier.set_checksums(slots[good], parts, checksums[good])
+        for pending, is_good in zip(rise.pendings, good.tolist(), strict=True):
+            if not is_good:
+                space.writes.give_up(pending)
+            space.writes.arrive(pending, pending.all_parts)
+            if is_good:
+                space.writes.finish(pending)
+        index.commit(rise.rows[good])
+        self.counters.blocks_risen += int(good.sum())
+        bad = rise.rows[~good]
+        if len(bad):
+            self._room.drop_all(space, bad)
+            self.counters.blocks_lost += len(bad)
+        index.unlease(rise.rows)
 
     # Writing.
 
@@ -159,8 +255,7 @@ class Store:
         if not count:
             return
         space, hashes = write.space, write.hashes[:count]
-        generations = np.arange(self._last_generation + 1, self._last_generation + 1 + len(slots))
-        self._last_generation += len(slots)
+        generations = self._next_generations(len(slots))
         rows, begun = space.index.insert(hashes, parent=before, slots=slots, generations=generations)
         self.tier.publish(slots, generations=generations, hashes=hashes[begun], used_bytes=space.spec.block_bytes)
         in_writing = np.flatnonzero(space.index.states(rows) == State.WRITING).tolist()
@@ -178,6 +273,11 @@ class Store:
             write.pending[position] = pending
             write.outcomes[position] = Outcome.NEW
         space.index.touch(rows)
+
+    def _next_generations(self, count: int) -> IntArray:
+        first = self._last_generation + 1
+        self._last_generation += count
+        return np.arange(first, first + count)
 
     def plan_intake(
         self, write: Write, *, blocks: IntArray, parts: IntArray, region: ByteArray, offsets: IntArray
@@ -249,6 +349,20 @@ class Store:
         space.index.commit(rows)
         self.counters.blocks_stored += len(rows)
         self._on_change(self.change_of(space, rows))
+        self.below.stored(space, rows)
+
+    def written(self, space: Space, rows: IntArray, slots: IntArray) -> None:
+        """These committed blocks are in these slots on disk too, and will be found there after a restart."""
+        space.index.is_on_disk(rows, slots)
+        self.counters.blocks_written += len(rows)
+        self._on_change(self.change_of(space, rows, tier="disk"))
+
+    def make_room_below(self, space: Space, count: int) -> tuple[HashArray, IntArray]:
+        """Up to `count` blocks that nothing holds have left the disk; their hashes, and the slots they were in."""
+        hashes, gone, slots = space.index.evict_from_disk(count)
+        self.counters.blocks_dropped += len(hashes)
+        self._room.tell_removed(space, gone)
+        return hashes, slots
 
     def finish_write(self, write: Write, *, abort: bool = False) -> int:
         """The writer sends no more; blocks that wait for it (with `abort`: all not committed) are given up.
@@ -280,7 +394,7 @@ class Store:
 
     def _give_up(self, space: Space, pending: Pending) -> None:
         space.writes.give_up(pending)
-        space.index.drop(pending.row)
+        space.index.leave_memory(np.array([pending.row]))
         self.tier.retract(np.array([pending.slot]), used_bytes=space.spec.block_bytes)
         self._free_if_idle(pending)
         self.counters.blocks_aborted += 1
@@ -295,29 +409,29 @@ class Store:
     def set_pinned(self, space: Space, hashes: HashArray, pinned: bool) -> int:
         """Those of the blocks that are committed are pinned, or not; returns how many. Idempotent."""
         rows = space.index.find(hashes)
-        rows = rows[space.index.states(rows) == State.COMMITTED]
+        rows = rows[space.index.states(rows) >= State.COMMITTED]
         (space.index.pin if pinned else space.index.unpin)(rows)
         return len(rows)
 
     def clear(self, space: Space) -> tuple[int, int]:
-        """Committed blocks that nothing holds are gone; returns how many, and how many were kept."""
-        rows = space.index.committed()
+        """Stored blocks that nothing holds are gone; returns how many, and how many were kept."""
+        rows = space.index.stored()
         held = space.index.held(rows)
         removed = self._room.drop_all(space, rows[~held])
         self.counters.blocks_removed += removed
         return removed, int(held.sum())
 
     def lose(self, space: Space, block_hash: BlockHash) -> None:
-        """A committed block whose bytes are wrong is gone, whoever holds it: its readers take a miss."""
+        """A block whose bytes in memory are wrong leaves memory, whoever holds it: its readers take a miss."""
         row = space.index.row(block_hash)
         if space.index.state(row) == State.COMMITTED:
-            self._room.drop_all(space, np.array([row]))
+            self._room.push_out(space, np.array([row]))
             self.counters.blocks_lost += 1
 
-    def change_of(self, space: Space, rows: IntArray) -> Change:
+    def change_of(self, space: Space, rows: IntArray, *, tier: str = "cpu") -> Change:
         """What a watcher is told of these blocks, which are stored."""
         hashes, parents = space.index.hashes_of(rows), space.index.parent_hashes(rows)
-        return Change(space.namespace, True, hashes, parents, space.spec.block_tokens)
+        return Change(space.namespace, True, hashes, parents, space.spec.block_tokens, tier)
 
     def validate(self) -> None:
         """Every invariant over indexes, writes and slots holds, else AssertionError. For tests."""

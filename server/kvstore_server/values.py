@@ -6,7 +6,6 @@ from kvstore.errors import KVStoreError
 from kvstore.spec import KVSpec
 from kvstore.transport.shm import SlabLayout
 from kvstore.types import ByteArray, HashArray, IntArray, Location, Namespace, Outcome, WriteId
-from kvstore_server.eviction import LRU
 from kvstore_server.index import Index
 from kvstore_server.writes import Pending, Writes
 
@@ -29,15 +28,18 @@ class Counters:
     bytes_stored: int = 0
     sessions_opened: int = 0
     sessions_reaped: int = 0
+    blocks_written: int = 0  # to disk
+    blocks_unwritten: int = 0  # not written: the queue was full, or the disk, or it failed
+    blocks_risen: int = 0  # from disk into memory
+    blocks_dropped: int = 0  # from disk, to make room there
 
 
 @dataclass(slots=True)
 class Space:
-    """One namespace: its spec, its index, the blocks of it in writing, and the order in which they go."""
+    """One namespace: its spec, its index, and the blocks of it in writing."""
 
     spec: KVSpec
     layout: SlabLayout
-    policy: LRU
     index: Index
     writes: Writes = field(default_factory=Writes)
     part_ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -99,6 +101,22 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Rise:
+    """Blocks to bring from disk into memory: from `disk_slots` to `addresses`. They are leased until that is done."""
+
+    space: Space
+    rows: IntArray
+    pendings: list[Pending]
+    hashes: HashArray
+    disk_slots: IntArray
+    addresses: IntArray
+
+    def __getitem__(self, part: slice) -> "Rise":
+        columns = self.hashes[part], self.disk_slots[part], self.addresses[part]
+        return Rise(self.space, self.rows[part], self.pendings[part], *columns)
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """Blocks that were stored or removed, for whoever watches. Parents, zeros for none, are given for stored ones."""
 
@@ -107,3 +125,4 @@ class Change:
     hashes: HashArray
     parents: HashArray
     block_tokens: int
+    tier: str = "cpu"

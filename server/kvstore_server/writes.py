@@ -25,7 +25,7 @@ class Follow:
         self.wake = wake
         self.open_indices: set[int] = set()  # blocks that are neither complete nor given up
         self.arrived: list[tuple[int, int]] = []  # (index of the block, part), not told yet
-        self.failed: list[int] = []  # indices of blocks given up, not told yet
+        self.failed: list[tuple[int, bool]] = []  # (index of a block given up, whether it was rising), not told yet
 
     def __repr__(self) -> str:
         return f"<Follow {self.request_id} [{len(self.open_indices)} open, {len(self.arrived)} to tell]>"
@@ -41,6 +41,7 @@ class Pending:
     arrived: int = 0
     taking: int = 0  # parts being copied in
     given_up: bool = False
+    rising: bool = False  # its bytes come from disk, not from a writer
     owed: dict[WriteId, int] = field(default_factory=dict)  # per writer: parts it claimed, not taken in yet
     followers: list[tuple[Follow, int]] = field(default_factory=list)  # and the index of this block there
 
@@ -78,6 +79,12 @@ class Writes:
     def begin(self, *, row: int, slot: int, all_parts: int, writer: WriteId, parts: int) -> Pending:
         """The block waits for `all_parts`, of which this writer owes `parts`."""
         pending = Pending(row, slot, all_parts, owed={writer: parts})
+        self._pending[row] = pending
+        return pending
+
+    def rise(self, *, row: int, slot: int, all_parts: int) -> Pending:
+        """The block waits for all parts, which come from disk at once."""
+        pending = Pending(row, slot, all_parts, taking=all_parts, rising=True)
         self._pending[row] = pending
         return pending
 
@@ -120,7 +127,7 @@ class Writes:
         pending.given_up = True
         for follow, index in pending.followers:
             follow.open_indices.discard(index)
-            follow.failed.append(index)
+            follow.failed.append((index, pending.rising))
             follow.wake()
 
     def follow(self, pending: Pending, follow: Follow, index: int) -> None:

@@ -42,7 +42,7 @@ def flip(embedded: EmbeddedDaemon, client: KVClient) -> Flip:
     def flip(block: int, offset: int) -> None:
         store = embedded.daemon.store
         index = store.spaces[KV.namespace].index
-        (address,) = store.tier.addresses(index.slots(index.find(records([HASHES[block]]))))
+        (address,) = store.tier.addresses(index.memory.slots(index.find(records([HASHES[block]]))))
         ctypes.c_uint8.from_address(int(address) + offset).value ^= 1
 
     return flip

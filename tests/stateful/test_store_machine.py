@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.transport.memory import copy_and_hash_pieces
 from kvstore.types import BlockHash, Outcome, SessionId
-from kvstore_server.index import State
+from kvstore_server.level import State
 from kvstore_server.session import Session
 from kvstore_server.store import Store
 from kvstore_server.table import NONE
@@ -208,7 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Each block lies where the index says, under its hash, with its bytes and no one else's."""
         index = self.spaces[space].index
         rows = index.find(records(hashes))
-        slabs, places = slabs_and_places(index.slots(rows))
+        slabs, places = slabs_and_places(index.memory.slots(rows))
         for block_hash, row, slab, place in zip(hashes, rows, slabs, places, strict=True):
             opened = self.tier._slabs[int(slab)]  # the raw memory, past the code under test
             assert opened.hashes[place].tobytes() == block_hash
@@ -220,7 +220,7 @@ class StoreMachine(RuleBasedStateMachine):
     def everything_holds(self) -> None:
         self.store.validate()
         for number, space in enumerate(self.spaces):
-            rows = space.index.committed()
+            rows = space.index.stored()
             assert set(space.index.hashes_of(rows).tolist()) == self.committed[number]
             held = sum(count > 0 for count in self.leases[number].values())
             assert space.index.num_leased == held
@@ -228,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
                 # A parent is younger than its children, so that chains are evicted from their end.
                 parent_row = space.index.find(space.index.parent_hashes(np.array([row])))
                 if parent_row != NONE:
-                    assert (space.policy.stamp(parent_row) > space.policy.stamp(np.array([row]))).all()
+                    assert (space.index.stamps.of(parent_row) > space.index.stamps.of(np.array([row]))).all()
         used = sum(space.index.count(State.COMMITTED) + space.index.count(State.WRITING) for space in self.spaces)
         slots = sum(self.tier.arena.num_used(slab) for kv in SPECS for slab in self.tier.arena.slabs_of(kv.namespace))
         assert used == slots, "a slot is neither free nor a block's"

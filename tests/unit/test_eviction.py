@@ -8,7 +8,7 @@ from builders import records
 
 from kvstore.types import BlockHash
 from kvstore_server import eviction
-from kvstore_server.eviction import LRU, Ticks
+from kvstore_server.eviction import Ticks
 from kvstore_server.index import Index
 from kvstore_server.table import NONE
 
@@ -52,7 +52,7 @@ def test_the_order_is_that_of_last_use_from_the_leaves(seed: int, scan: int, mon
     monkeypatch.setattr(eviction, "SCAN_VICTIMS", scan)
     monkeypatch.setattr(eviction, "SCAN_ROWS", 50)
     random_ = random.Random(seed)
-    index, oracle = Index(LRU(Ticks())), Oracle()
+    index, oracle = Index(Ticks()), Oracle()
     held: list[np.ndarray] = []
     for number in range(300):
         action = random_.random()

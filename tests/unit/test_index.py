@@ -3,8 +3,9 @@
 import numpy as np
 from builders import chain, records
 
-from kvstore_server.eviction import LRU, Ticks
-from kvstore_server.index import Index, State
+from kvstore_server.eviction import Ticks
+from kvstore_server.index import Index
+from kvstore_server.level import State
 from kvstore_server.table import NONE
 
 CHAIN = chain(5)
@@ -12,7 +13,7 @@ HASHES = records(CHAIN)
 
 
 def index_with(committed: int, writing: int = 0) -> tuple[Index, list[int]]:
-    index = Index(LRU(Ticks()))
+    index = Index(Ticks())
     count = committed + writing
     rows, begun = index.insert(HASHES[:count], parent=NONE, slots=np.arange(count), generations=np.arange(count) + 1)
     assert begun.tolist() == list(range(count))
@@ -48,12 +49,12 @@ def test_a_block_before_one_in_writing_is_not_evicted() -> None:
 
 def test_a_hole_is_kept_while_what_follows_is_stored_and_forgotten_with_it() -> None:
     index, rows = index_with(3)
-    index.drop(rows[1])
+    index.leave_memory(np.array(rows[1 : 1 + 1]))
     assert index.state(rows[1]) is State.HOLE
     assert index.prefix(HASHES)[0].tolist() == rows[:1]
     assert index.find(HASHES[1 : 1 + 1]).tolist() == [rows[1]]
     index.validate()
-    index.drop(rows[2])
+    index.leave_memory(np.array(rows[2 : 2 + 1]))
     assert index.find(HASHES[:3]).tolist() == [rows[0], NONE, NONE]
     index.validate()
 
@@ -62,7 +63,7 @@ def test_a_hole_is_kept_while_it_is_leased() -> None:
     index, rows = index_with(1)
     held = np.array(rows)
     index.lease(held)
-    index.drop(rows[0])
+    index.leave_memory(np.array(rows[0 : 0 + 1]))
     assert index.find(HASHES[:1]).tolist() == rows
     index.unlease(held)
     assert index.find(HASHES[:1]).tolist() == [NONE]
@@ -71,11 +72,11 @@ def test_a_hole_is_kept_while_it_is_leased() -> None:
 
 def test_a_hole_that_is_written_again_is_found_by_what_follows() -> None:
     index, rows = index_with(3)
-    index.drop(rows[1])
+    index.leave_memory(np.array(rows[1 : 1 + 1]))
     again, begun = index.insert(HASHES[:3], parent=NONE, slots=np.array([9]), generations=np.array([9]))
     assert again.tolist() == rows
     assert begun.tolist() == [1]
-    assert index.slots(again).tolist() == [0, 9, 2]
+    assert index.memory.slots(again).tolist() == [0, 9, 2]
     index.commit(again[begun])
     assert len(index.prefix(HASHES)[0]) == 3
     index.validate()

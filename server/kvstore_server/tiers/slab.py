@@ -85,6 +85,26 @@ class SlabArena:
         self._free.setdefault(namespace, []).extend(slot_id(slab, place) for place in reversed(range(num_slots)))
         return slab
 
+    def adopt(self, slab: SlabId, namespace: Namespace, *, num_slots: int, size_bytes: int, used: IntArray) -> None:
+        """A slab found after a restart is there under its own id, with these slots, each once, in use.
+
+        It must fit, and its id must be new. Ids of slabs opened later are larger.
+        """
+        assert self.fits(size_bytes)
+        assert 0 < num_slots <= MAX_SLOTS
+        assert slab > 0
+        assert slab not in self._slabs
+        assert slab not in self._lingering
+        is_free = np.ones(num_slots, np.bool_)
+        assert ((used >> SLOT_BITS) == slab).all(), "a slot of another slab"
+        is_free[used & (MAX_SLOTS - 1)] = False
+        free = np.flatnonzero(is_free)[::-1]
+        assert len(free) == num_slots - len(used), "a slot is in use twice"
+        self._slabs[slab] = _Slab(namespace, num_slots, size_bytes, num_used=len(used))
+        self._used_bytes += size_bytes
+        self._free.setdefault(namespace, []).extend((free + slot_id(slab, 0)).tolist())
+        self._next_id = max(self._next_id, slab + 1)
+
     def allocate(self, namespace: Namespace, count: int) -> IntArray:
         """Up to `count` free slots of the namespace, now in use."""
         free = self._free.get(namespace, [])

@@ -1,0 +1,241 @@
+"""Keeps the disk tier in step with memory: writes down what was stored, brings up what is asked for, forgets.
+
+Everything is decided on the daemon's loop; the disk is read and written in threads, a batch at a time. A store
+never waits for it: what the disk cannot keep up with, beyond a bounded queue, stays in memory only.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import structlog
+
+from kvstore.types import HashArray, IntArray
+from kvstore_server.level import State
+from kvstore_server.store import Store
+from kvstore_server.tiers.cpu import TierStatistics
+from kvstore_server.tiers.disk import DiskFailed, DiskFull, DiskTier, Recovered
+from kvstore_server.values import Rise, Space
+
+log = structlog.get_logger()
+
+BATCH_BYTES: Final = 64 << 20  # of one write: large enough that flushing it costs little
+PIECE_BYTES: Final = 8 << 20  # of one read: followers hear of its blocks when it is there
+READS_AT_ONCE: Final = 2
+BACKLOG_BYTES: Final = 4 << 30  # waiting to be written; more stays in memory only
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Blocks to write down, if they are still those of these generations when their turn comes."""
+
+    space: Space
+    rows: IntArray
+    generations: IntArray
+
+
+class Spill:
+    """What lies below one store (`store.Below`). All methods run on the daemon's loop."""
+
+    def __init__(self, store: Store, disk: DiskTier) -> None:
+        self.failure = ""  # why the disk is not used any more
+        self._store = store
+        self._disk = disk
+        self._waiting: deque[_Waiting] = deque()
+        self._backlog_bytes = 0
+        self._to_forget: deque[tuple[Space, HashArray, IntArray]] = deque()
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._reads = asyncio.Semaphore(READS_AT_ONCE)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        state = f"failed: {self.failure}" if self.failure else f"{self._backlog_bytes} bytes to write"
+        return f"<Spill [{state}]>"
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes in memory that are yet to be written."""
+        return self._backlog_bytes
+
+    def restore(self, recovered: list[Recovered]) -> int:
+        """What the disk holds can be found again; returns how many blocks."""
+        for one in recovered:
+            space = self._store.open_space(one.spec, with_slab=False)
+            space.index.restore(one.hashes, parents=one.parents, slots=one.slots, written=one.stamps)
+        return sum(len(one.hashes) for one in recovered)
+
+    # What the store tells.
+
+    def stored(self, space: Space, rows: IntArray) -> None:
+        size_bytes = len(rows) * space.spec.block_bytes
+        if self.failure or self._backlog_bytes + size_bytes > BACKLOG_BYTES:
+            self._store.counters.blocks_unwritten += len(rows)
+            return
+        self._backlog_bytes += size_bytes
+        self._waiting.append(_Waiting(space, rows, space.index.generations(rows)))
+        self._wake()
+
+    def rise(self, rise: Rise) -> None:
+        for piece in _pieces(rise):
+            self._start(self._bring_up(piece))
+
+    def statistics(self) -> list[TierStatistics]:
+        return [self._disk.statistics()]
+
+    def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
+        self._to_forget.append((space, hashes, slots))
+        self._wake()
+
+    # The life of the worker.
+
+    async def run(self) -> None:
+        """Writes and forgets, until cancelled."""
+        while True:
+            await self._work.wait()
+            try:
+                while self._to_forget:
+                    await self._forget(*self._to_forget.popleft())
+                if self._waiting:
+                    await self._write_down(self._next_batch())
+            except DiskFailed as error:
+                self._fail(error)
+            if not self._waiting and not self._to_forget:
+                self._work.clear()
+                self._idle.set()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """What was stored is on disk; False, if not all of it in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._idle.is_set():
+                    log.info("flushing to disk", left_mib=self._backlog_bytes >> 20)
+                    with_progress = asyncio.wait_for(self._idle.wait(), 1.0)
+                    try:
+                        await with_progress
+                    except TimeoutError:
+                        continue
+        except TimeoutError:
+            return False
+        return True
+
+    async def quiesce(self) -> None:
+        """No read is under way."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Writing.
+
+    def _next_batch(self) -> _Waiting:
+        """Blocks of one namespace, in the order in which they were stored, about BATCH_BYTES of them."""
+        first = self._waiting.popleft()
+        space = first.space
+        most = max(1, BATCH_BYTES // space.spec.block_bytes)
+        taken = [first]
+        while sum(len(one.rows) for one in taken) < most and self._waiting and self._waiting[0].space is space:
+            taken.append(self._waiting.popleft())
+        rows = np.concatenate([one.rows for one in taken])
+        generations = np.concatenate([one.generations for one in taken])
+        if len(rows) > most:
+            self._waiting.appendleft(_Waiting(space, rows[most:], generations[most:]))
+        self._backlog_bytes -= min(most, len(rows)) * space.spec.block_bytes
+        return _Waiting(space, rows[:most], generations[:most])
+
+    async def _write_down(self, batch: _Waiting) -> None:
+        space, index = batch.space, batch.space.index
+        rows = batch.rows[self._unchanged(batch) & ~index.disk.has(batch.rows)]
+        index.lease(rows)  # so that their slots stay theirs
+        try:
+            if len(rows):
+                await self._write(_Waiting(space, rows, index.generations(rows)))
+        finally:
+            index.unlease(rows)
+
+    async def _write(self, batch: _Waiting) -> None:
+        space, index, tier = batch.space, batch.space.index, self._store.tier
+        await asyncio.to_thread(self._disk.open_space, space.spec)
+        slots = await self._make_room(space, len(batch.rows))
+        self._store.counters.blocks_unwritten += len(batch.rows) - len(slots)
+        rows = batch.rows[: len(slots)]
+        if not len(rows):
+            return
+        hashes, memory = index.hashes_of(rows), index.memory.slots(rows)
+        try:
+            await asyncio.to_thread(
+                self._disk.write,
+                space.spec,
+                slots=slots,
+                hashes=hashes,
+                parents=index.parent_hashes(rows),
+                addresses=tier.addresses(memory),
+                checksums=tier.checksums(memory, num_parts=space.spec.num_parts),
+            )
+        except DiskFull as error:
+            log.warning("disk full: blocks stay in memory only", blocks=len(rows), error=str(error))
+            self._store.counters.blocks_unwritten += len(rows)
+            self._disk.free(slots)
+            return
+        still = self._unchanged(_Waiting(space, rows, batch.generations[: len(rows)]))
+        self._store.written(space, rows[still], slots[still])
+        if not still.all():  # lost or cleared meanwhile
+            await self._forget(space, hashes[~still], slots[~still])
+
+    async def _make_room(self, space: Space, count: int) -> IntArray:
+        """Up to `count` slots on disk: free ones, then those of the blocks of this namespace that go first."""
+        slots = self._disk.allocate(space.spec, count)
+        missing = count - len(slots)
+        if not missing:
+            return slots
+        hashes, freed = self._store.make_room_below(space, missing)
+        await self._forget(space, hashes, freed)
+        return np.concatenate([slots, self._disk.allocate(space.spec, missing)])
+
+    async def _forget(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
+        """A restart does not find these blocks, so their slots can be used for others."""
+        if len(hashes):
+            await asyncio.to_thread(self._disk.forget, space.spec, hashes)
+            self._disk.free(slots)
+
+    def _unchanged(self, batch: _Waiting) -> Any:
+        """`[n]` bool: which of these blocks are still in memory, as they were."""
+        index = batch.space.index
+        return (index.states(batch.rows) == State.COMMITTED) & (index.generations(batch.rows) == batch.generations)
+
+    def _fail(self, error: DiskFailed) -> None:
+        self.failure = str(error)
+        log.error("disk tier disabled: the store goes on without it", error=str(error))
+        self._store.counters.blocks_unwritten += sum(len(one.rows) for one in self._waiting)
+        self._waiting.clear()
+        self._to_forget.clear()
+        self._backlog_bytes = 0
+
+    # Reading.
+
+    async def _bring_up(self, piece: Rise) -> None:
+        async with self._reads:
+            good, checksums = await asyncio.to_thread(
+                self._disk.read,
+                piece.space.spec,
+                slots=piece.disk_slots,
+                hashes=piece.hashes,
+                addresses=piece.addresses,
+            )
+        self._store.risen(piece, good, checksums)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _wake(self) -> None:
+        self._idle.clear()
+        self._work.set()
+
+
+def _pieces(rise: Rise) -> Iterator[Rise]:
+    step = max(1, PIECE_BYTES // rise.space.spec.block_bytes)
+    for first in range(0, len(rise.rows), step):
+        yield rise[first : first + step]
