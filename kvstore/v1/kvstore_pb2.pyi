@@ -421,7 +421,7 @@ class TierStats(_message.Message):
     def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_slabs: _Optional[int] = ..., pages: _Optional[str] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("matches", "blocks_asked", "blocks_hit", "blocks_missed", "blocks_stored", "blocks_loaded", "blocks_evicted", "blocks_removed", "blocks_lost", "blocks_aborted", "blocks_refused", "bytes_stored", "sessions_opened", "sessions_reaped", "blocks_written", "blocks_unwritten", "blocks_risen", "blocks_dropped")
+    __slots__ = ("matches", "blocks_asked", "blocks_hit", "blocks_missed", "blocks_stored", "blocks_loaded", "blocks_evicted", "blocks_removed", "blocks_lost", "blocks_aborted", "blocks_refused", "bytes_stored", "sessions_opened", "sessions_reaped", "blocks_written", "blocks_unwritten", "blocks_risen", "blocks_dropped", "blocks_scrubbed")
     MATCHES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +440,7 @@ class Counters(_message.Message):
     BLOCKS_UNWRITTEN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_RISEN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_SCRUBBED_FIELD_NUMBER: _ClassVar[int]
     matches: int
     blocks_asked: int
     blocks_hit: int
@@ -458,7 +459,8 @@ class Counters(_message.Message):
     blocks_unwritten: int
     blocks_risen: int
     blocks_dropped: int
-    def __init__(self, matches: _Optional[int] = ..., blocks_asked: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., blocks_removed: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., blocks_aborted: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., bytes_stored: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_reaped: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_risen: _Optional[int] = ..., blocks_dropped: _Optional[int] = ...) -> None: ...
+    blocks_scrubbed: int
+    def __init__(self, matches: _Optional[int] = ..., blocks_asked: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., blocks_removed: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., blocks_aborted: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., bytes_stored: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_reaped: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_risen: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_scrubbed: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session_id", "client_name", "namespace", "num_leases", "blocks_leased", "num_writes", "region_bytes", "age_s")

@@ -38,6 +38,7 @@ def main() -> None:
 @click.option("--disk-capacity", help='Size of the disk tier, such as "100GiB".')
 @click.option("--disk-reserve", help="What stays free on its file system.")
 @click.option("--disk-threads", type=int, help="Threads that read and write the disk.")
+@click.option("--disk-scrub-bytes-s", help='How fast the disk is checked, such as "4MiB"; 0: not at all.')
 @click.option("--heartbeat-s", type=float, help="Seconds between the heartbeats of a client.")
 @click.option("--prefault/--no-prefault", default=None, help="Take all memory at the start.")
 @click.option("--checksums/--no-checksums", default=None, help="Off is for benchmarks.")
@@ -129,6 +130,35 @@ def bench_local(size: str, part: str, threads: int, rounds: int, as_json: bool) 
     except KVStoreError as error:
         _fail(error)
     click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(f"{k:20} {v}" for k, v in figures.items()))
+
+
+@bench.command("disk", epilog="Example: kvstore bench disk --path /var/lib/kvstore --json")
+@click.option("--size", default="1GiB", show_default=True, help="Working set.")
+@click.option("--part", default="1MiB", show_default=True, help="Size of a part, which is a block.")
+@click.option("--threads", default=4, show_default=True, help="Threads of the disk tier, and of the plain copies.")
+@click.option("--rounds", default=5, show_default=True, help="Rounds; figures are medians.")
+@click.option(
+    "--path",
+    default=Path(),
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory on the file system to measure; what is made there is removed. Default: the current one.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_disk(size: str, part: str, threads: int, rounds: int, path: Path, as_json: bool) -> None:
+    """The disk tier: writes, reads, restarts and acknowledgements beside plain O_DIRECT copies."""
+    from kvstore_server.commands.bench_disk import run_disk
+
+    try:
+        figures = run_disk(
+            path=path,
+            size_bytes=config.parse_size(size, name="size"),
+            part_bytes=config.parse_size(part, name="part"),
+            threads=threads,
+            rounds=rounds,
+        )
+    except KVStoreError as error:
+        _fail(error)
+    click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(f"{k:26} {v}" for k, v in figures.items()))
 
 
 @main.command(epilog="Example: kvstore demo --prompt-tokens 1600")

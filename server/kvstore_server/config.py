@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     disk_capacity: int = 16 << 30  # of the slab files there
     disk_reserve: int = 1 << 30  # stays free on that file system
     disk_threads: int = 4
+    disk_scrub_bytes_s: int = 4 << 20  # how fast what is on disk is checked in the background; 0: not at all
     heartbeat_s: float = 5.0
     max_region_bytes: int = 8 << 30  # of one session
     stop_timeout_s: float = 10.0
@@ -75,7 +76,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _expect(self.log_level in levels, "log_level", f"one of {', '.join(levels)}", self.log_level)
 
 
-SIZES: Final = frozenset({"cpu_capacity", "slab_bytes", "max_region_bytes", "disk_capacity", "disk_reserve"})
+SIZES: Final = frozenset(
+    {"cpu_capacity", "slab_bytes", "max_region_bytes", "disk_capacity", "disk_reserve", "disk_scrub_bytes_s"}
+)
 
 
 def load(

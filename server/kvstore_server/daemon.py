@@ -29,6 +29,7 @@ from kvstore_server.admin import AdminService, Journal
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
 from kvstore_server.mover import Mover
+from kvstore_server.scrub import Scrubber
 from kvstore_server.service import StoreService
 from kvstore_server.spill import Spill
 from kvstore_server.store import Store
@@ -160,14 +161,18 @@ class Daemon:
             raise StoreUnavailable(f"disk tier: {error}") from None
         seconds = round(time.monotonic() - started, 2)
         log.info("disk tier: restored", directory=self.settings.disk_path, blocks=num_blocks, seconds=seconds)
-        self._writer = asyncio.create_task(spill.run())
+        self._below = [asyncio.create_task(spill.run())]
+        if self.settings.disk_scrub_bytes_s:
+            scrubber = Scrubber(self.store, disk, spill, bytes_per_s=self.settings.disk_scrub_bytes_s)
+            self._below.append(asyncio.create_task(scrubber.run()))
 
     async def _close_disk(self, disk: DiskTier, spill: Spill) -> None:
         """What exists only in memory is on disk, as far as the time allows."""
         if not await spill.flush(self.settings.stop_timeout_s):
             log.warning("not all was flushed to disk in time", left_mib=spill.backlog_bytes >> 20)
-        self._writer.cancel()
-        await asyncio.gather(self._writer, return_exceptions=True)
+        for task in self._below:
+            task.cancel()
+        await asyncio.gather(*self._below, return_exceptions=True)
         await spill.quiesce()
         await asyncio.to_thread(disk.close)
 

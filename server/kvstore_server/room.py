@@ -7,10 +7,10 @@ from typing import Final
 import numpy as np
 
 from kvstore.types import HashArray, IntArray, Namespace, SessionId, SlabId
+from kvstore_server.coldest import coldest_slab, oldest_use
 from kvstore_server.eviction import Ticks
-from kvstore_server.level import State
 from kvstore_server.table import NONE
-from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
+from kvstore_server.tiers.cpu import CpuTier
 from kvstore_server.values import Change, Counters, Space
 
 # A look for a colder namespace reads every row; it is not worth one until this many blocks were used.
@@ -62,7 +62,7 @@ class Room:
             evicted, freed = space.index.evict(missing)
             self.free(space, freed)
             found.append(arena.allocate(space.namespace, len(freed)))
-            self.counters.blocks_evicted += len(evicted)
+            self.counters.blocks_evicted += len(freed)
             self.tell_removed(space, evicted)
         return np.concatenate(found)
 
@@ -73,42 +73,25 @@ class Room:
         """
         if self.tier.arena.num_lingering or len(self._spaces) < 2:
             return False
-        mine = np.flatnonzero(space.index.memory.unheld(slice(None)))
-        oldest = self._ticks.now + 1
-        if len(mine):
+        oldest = oldest_use(space, space.index.memory)
+        if oldest is not None:
             if self._ticks.now < self._next_look:
                 return False
             self._next_look = self._ticks.now + LOOK_EVERY
-            oldest = int(space.index.stamps.of(mine).min())
-        best: tuple[int, Space, SlabId] | None = None
-        for other in self._spaces.values():
-            if other is not space:
-                for newest, slab in self._coldness(other):
-                    if newest < oldest and (best is None or newest < best[0]):
-                        best = (newest, other, slab)
-        if best is None:
+        found = coldest_slab(
+            space,
+            self._spaces.values(),
+            level_of=lambda index: index.memory,
+            arena=self.tier.arena,
+            oldest=self._ticks.now + 1 if oldest is None else oldest,
+        )
+        if found is None:
             return False
-        _, other, slab = best
-        rows = other.index.memory.rows()
-        rows = rows[slabs_and_places(other.index.memory.slots(rows))[0] == slab]
-        self.push_out(other, rows)
+        owner, slab, rows = found
+        self.push_out(owner, rows)
         self.counters.blocks_evicted += len(rows)
         self._on_slab_closed(slab, self.tier.close_slab(slab))
         return self.tier.open_slab(space.spec, space.layout)
-
-    def _coldness(self, space: Space) -> Iterator[tuple[int, SlabId]]:
-        """For each slab that could be emptied now: the tick at which it was last used, and its id."""
-        index = space.index
-        rows = index.memory.rows()
-        slabs, _ = slabs_and_places(index.memory.slots(rows))
-        kept = index.held(rows) | (index.states(rows) != State.COMMITTED)
-        held = set(slabs[kept].tolist())
-        stamps = index.stamps.of(rows)
-        for slab in self.tier.arena.slabs_of(space.namespace):
-            inside = stamps[slabs == slab]
-            # A slot in use that is of no block is being written into.
-            if slab not in held and self.tier.arena.num_used(slab) == len(inside):
-                yield int(inside.max()) if len(inside) else 0, slab
 
     def push_out(self, space: Space, rows: IntArray) -> None:
         """These committed blocks leave memory, whoever holds them; those that are not on disk are gone."""

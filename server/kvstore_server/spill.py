@@ -5,6 +5,7 @@ never waits for it: what the disk cannot keep up with, beyond a bounded queue, s
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import structlog
 from kvstore.types import HashArray, IntArray
 from kvstore_server.level import State
 from kvstore_server.store import Store
+from kvstore_server.threads import in_thread
 from kvstore_server.tiers.cpu import TierStatistics
 from kvstore_server.tiers.disk import DiskFailed, DiskFull, DiskTier, Recovered
 from kvstore_server.values import Rise, Space
@@ -88,8 +90,9 @@ class Spill:
         return [self._disk.statistics()]
 
     def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
-        self._to_forget.append((space, hashes, slots))
-        self._wake()
+        if not self.failure:  # else nothing is written there any more that could meet what is left
+            self._to_forget.append((space, hashes, slots))
+            self._wake()
 
     # The life of the worker.
 
@@ -110,17 +113,14 @@ class Spill:
 
     async def flush(self, timeout_s: float) -> bool:
         """What was stored is on disk; False, if not all of it in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._idle.is_set():
-                    log.info("flushing to disk", left_mib=self._backlog_bytes >> 20)
-                    with_progress = asyncio.wait_for(self._idle.wait(), 1.0)
-                    try:
-                        await with_progress
-                    except TimeoutError:
-                        continue
-        except TimeoutError:
-            return False
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not self._idle.is_set():
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return False
+            log.info("flushing to disk", left_mib=self._backlog_bytes >> 20)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), min(1.0, left_s))
         return True
 
     async def quiesce(self) -> None:
@@ -156,7 +156,7 @@ class Spill:
 
     async def _write(self, batch: _Waiting) -> None:
         space, index, tier = batch.space, batch.space.index, self._store.tier
-        await asyncio.to_thread(self._disk.open_space, space.spec)
+        await in_thread(self._disk.open_space, space.spec)
         slots = await self._make_room(space, len(batch.rows))
         self._store.counters.blocks_unwritten += len(batch.rows) - len(slots)
         rows = batch.rows[: len(slots)]
@@ -164,7 +164,7 @@ class Spill:
             return
         hashes, memory = index.hashes_of(rows), index.memory.slots(rows)
         try:
-            await asyncio.to_thread(
+            await in_thread(
                 self._disk.write,
                 space.spec,
                 slots=slots,
@@ -173,9 +173,11 @@ class Spill:
                 addresses=tier.addresses(memory),
                 checksums=tier.checksums(memory, num_parts=space.spec.num_parts),
             )
-        except DiskFull as error:
-            log.warning("disk full: blocks stay in memory only", blocks=len(rows), error=str(error))
+        except DiskFailed as error:
             self._store.counters.blocks_unwritten += len(rows)
+            if not isinstance(error, DiskFull):
+                raise
+            log.warning("disk full: blocks stay in memory only", blocks=len(rows), error=str(error))
             self._disk.free(slots)
             return
         still = self._unchanged(_Waiting(space, rows, batch.generations[: len(rows)]))
@@ -184,19 +186,32 @@ class Spill:
             await self._forget(space, hashes[~still], slots[~still])
 
     async def _make_room(self, space: Space, count: int) -> IntArray:
-        """Up to `count` slots on disk: free ones, then those of the blocks of this namespace that go first."""
+        """Up to `count` slots on disk: free ones, those of a colder slab of others, those of our oldest blocks."""
         slots = self._disk.allocate(space.spec, count)
-        missing = count - len(slots)
-        if not missing:
+        while len(slots) < count and await self._take_over(space):
+            slots = np.concatenate([slots, self._disk.allocate(space.spec, count - len(slots))])
+        if len(slots) == count:
             return slots
-        hashes, freed = self._store.make_room_below(space, missing)
+        hashes, freed = self._store.make_room_below(space, count - len(slots))
         await self._forget(space, hashes, freed)
-        return np.concatenate([slots, self._disk.allocate(space.spec, missing)])
+        return np.concatenate([slots, self._disk.allocate(space.spec, count - len(slots))])
+
+    async def _take_over(self, space: Space) -> bool:
+        """There is room for one slab more, that of another namespace, whose every block was older than all of ours."""
+        found = self._store.empty_slab_below(space, self._disk.arena)
+        if found is None:
+            return False
+        owner, slab, hashes, slots = found
+        await self._forget(owner, hashes, slots)
+        self._disk.close_slab(slab)
+        await in_thread(self._disk.delete_slab, slab)
+        self._disk.slab_deleted(slab)
+        return True
 
     async def _forget(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
         """A restart does not find these blocks, so their slots can be used for others."""
         if len(hashes):
-            await asyncio.to_thread(self._disk.forget, space.spec, hashes)
+            await in_thread(self._disk.forget, space.spec, hashes)
             self._disk.free(slots)
 
     def _unchanged(self, batch: _Waiting) -> Any:
@@ -216,7 +231,7 @@ class Spill:
 
     async def _bring_up(self, piece: Rise) -> None:
         async with self._reads:
-            good, checksums = await asyncio.to_thread(
+            good, checksums = await in_thread(
                 self._disk.read,
                 piece.space.spec,
                 slots=piece.disk_slots,

@@ -25,12 +25,14 @@ from kvstore.types import (
     SlabId,
     WriteId,
 )
+from kvstore_server.coldest import coldest_slab, oldest_use
 from kvstore_server.eviction import BoolArray, Ticks
 from kvstore_server.index import Index
 from kvstore_server.level import State
 from kvstore_server.room import Room
 from kvstore_server.table import NONE
 from kvstore_server.tiers.cpu import CpuTier, TierStatistics, slabs_and_places
+from kvstore_server.tiers.slab import SlabArena
 from kvstore_server.values import Change, Copies, Counters, Intake, Loaded, Rise, Space, Write
 from kvstore_server.writes import Follow, Pending, mask_of, parts_of
 
@@ -364,6 +366,39 @@ class Store:
         self._room.tell_removed(space, gone)
         return hashes, slots
 
+    def empty_slab_below(self, space: Space, arena: SlabArena) -> tuple[Space, SlabId, HashArray, IntArray] | None:
+        """The blocks of the coldest slab on disk of another namespace, colder than all of this one's, have left it.
+
+        Returns its owner, its id, their hashes and slots; None, if there is none.
+        """
+        oldest = oldest_use(space, space.index.disk)
+        found = coldest_slab(
+            space,
+            self.spaces.values(),
+            level_of=lambda index: index.disk,
+            arena=arena,
+            oldest=self._ticks.now + 1 if oldest is None else oldest,
+        )
+        if found is None:
+            return None
+        owner, slab, rows = found
+        hashes, slots = self.leave_disk(owner, rows)
+        self.counters.blocks_dropped += len(hashes)
+        return owner, slab, hashes, slots
+
+    def lose_below(self, space: Space, rows: IntArray) -> tuple[HashArray, IntArray]:
+        """The copies on disk of these blocks are wrong and have left it, whoever holds them; their hashes and slots."""
+        self.counters.blocks_lost += len(rows)
+        return self.leave_disk(space, rows)
+
+    def leave_disk(self, space: Space, rows: IntArray) -> tuple[HashArray, IntArray]:
+        """These blocks are not on disk any more; those that are not in memory are gone. Their hashes and slots."""
+        index = space.index
+        hashes, gone = index.hashes_of(rows), index.hashes_of(rows[~index.memory.has(rows)])
+        slots = index.leave_disk(rows)
+        self._room.tell_removed(space, gone)
+        return hashes, slots
+
     def finish_write(self, write: Write, *, abort: bool = False) -> int:
         """The writer sends no more; blocks that wait for it (with `abort`: all not committed) are given up.
 
@@ -438,7 +473,7 @@ class Store:
         self.tier.arena.validate()
         for space in self.spaces.values():
             space.index.validate()
-            assert space.index.count(State.WRITING) == len(space.writes)
+            assert space.index.count(State.WRITING) + space.index.count(State.RISING) == len(space.writes)
 
 
 def _set_of(parts: Sequence[int], space: Space) -> int:

@@ -32,6 +32,7 @@ class Counters:
     blocks_unwritten: int = 0  # not written: the queue was full, or the disk, or it failed
     blocks_risen: int = 0  # from disk into memory
     blocks_dropped: int = 0  # from disk, to make room there
+    blocks_scrubbed: int = 0  # read again on disk and compared
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from builders import chain, rows, spec
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, StoreUnavailable
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
 from kvstore_client import BlockRows, ClientOptions, KVClient
 
@@ -82,6 +82,40 @@ def follow(address: str, fields: dict, length: int, seed: int = 0) -> None:
     load = client.load(hashes, into=BlockRows(target), follow=True)
     load.wait_part(0)
     stop("part 0")
+
+
+def churn(address: str, fields: list[dict], num_chains: int, length: int, seed: int) -> None:
+    """Rounds of stores, loads, matches and verifies of chains of several namespaces, each until the daemon is gone.
+
+    Says after each round what it did: "stored N loaded N wrong N".
+    """
+    clients = [connect(address, one) for one in fields]
+    random = np.random.default_rng(seed)
+    while True:
+        done = dict.fromkeys(("stored", "loaded", "wrong"), 0)
+        try:
+            for client in clients:
+                client.wait_ready(TIMEOUT_S)
+            stop("ready")
+            while True:
+                client = clients[random.integers(len(clients))]
+                whole = chain(length, of=client.spec, seed=int(random.integers(num_chains)))
+                hashes = whole[: int(random.integers(1, length + 1))]
+                act = random.choice(["store", "load", "match", "verify", "prefetch"], p=[0.35, 0.45, 0.1, 0.05, 0.05])
+                if act == "store":
+                    with client.store(hashes) as writing:
+                        writing.put_blocks(rows(client.spec, hashes))
+                    done["stored"] += len(hashes)
+                elif act == "load":
+                    target = np.zeros((len(hashes), client.spec.block_bytes), np.uint8)
+                    failed = client.load(hashes, into=BlockRows(target), follow=True).wait().errors
+                    good = [block for block in range(len(hashes)) if block not in failed]
+                    done["loaded"] += len(good)
+                    done["wrong"] += int((target[good] != rows(client.spec, hashes)[good]).any(axis=1).sum())
+                else:
+                    getattr(client, act)(hashes)
+        except StoreUnavailable:
+            stop(" ".join(f"{what} {count}" for what, count in done.items()))
 
 
 def register_as(shm_path: str, ticket: str, uid: int, register_uid: int) -> None:

@@ -1,9 +1,11 @@
-"""The whole core, index, leases, eviction, writes and slabs, against an oracle that is a few dicts.
+"""The whole core, index, leases, eviction, writes, slabs and what lies on disk, against an oracle of a few dicts.
 
 Two namespaces of different block sizes share a tier of three slabs, so that room runs out all the time and
-slabs change hands. Bytes are really written to slots, and every match is read back and compared.
+slabs change hands. Bytes are really written to slots, and every match is read back and compared. The disk is a
+dict that writes, loses and reads whenever it likes.
 """
 
+import ctypes
 from collections import Counter
 
 import numpy as np
@@ -12,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.transport.memory import copy_and_hash_pieces
-from kvstore.types import BlockHash, Outcome, SessionId
+from kvstore.types import BlockHash, HashArray, IntArray, Outcome, SessionId
 from kvstore_server.level import State
 from kvstore_server.session import Session
 from kvstore_server.store import Store
 from kvstore_server.table import NONE
-from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
+from kvstore_server.tiers.cpu import CpuTier, TierStatistics, slabs_and_places
 from kvstore_server.tiers.pinning import PageLock
-from kvstore_server.values import Change, Space, Write
+from kvstore_server.values import Change, Rise, Space, Write
 
 SPECS = [spec(model="a", layers=2, bytes_per_part=9000), spec(model="b", layers=1, bytes_per_part=5000)]
 TREES = [[chain(6, of=kv, seed=seed) for seed in range(3)] for kv in SPECS]
@@ -33,6 +35,29 @@ length = st.integers(1, 6)
 session_number = st.integers(0, 2)
 
 
+class DictDisk:
+    """What lies below the store: it does what it is told when the machine says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Space, BlockHash]] = []  # committed, and not written down
+        self.rising: list[Rise] = []
+        self.bytes_in: dict[int, bytes] = {}  # by slot
+        self.last_slot = 0
+
+    def stored(self, space: Space, rows: IntArray) -> None:
+        self.waiting += [(space, block_hash) for block_hash in space.index.hashes_of(rows).tolist()]
+
+    def rise(self, rise: Rise) -> None:
+        self.rising.append(rise)
+
+    def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
+        for slot in slots.tolist():
+            del self.bytes_in[slot]
+
+    def statistics(self) -> list[TierStatistics]:
+        return []
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Sessions store, match, hold, release, abort, pin, clear and die at random."""
 
@@ -40,7 +65,10 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.evicted: list[BlockHash] = []
         self.tier = CpuTier(capacity_bytes=3 << 16, slab_bytes=1 << 16, page_lock=PageLock(wanted=False))
-        self.store = Store(self.tier, on_change=self.note, on_slab_closed=lambda slab, readers: None)
+        self.disk = DictDisk()
+        self.store = Store(self.tier, on_change=self.note, on_slab_closed=lambda slab, readers: None, below=self.disk)
+        self.request_id = 0
+        self.losing: set[BlockHash] = set()  # what is going to be lost, whoever holds it
         self.spaces = [self.store.open_space(kv) for kv in SPECS]
         self.sessions = [[self.new_session(number, space) for number in range(3)] for space in self.spaces]
         # The oracle: who holds what, and what has been pinned, committed and is being written.
@@ -64,10 +92,15 @@ class StoreMachine(RuleBasedStateMachine):
     def note(self, change: Change) -> None:
         space = next(n for n, kv in enumerate(SPECS) if kv.namespace == change.namespace)
         if change.stored:
+            if change.tier == "disk":
+                assert set(change.hashes.tolist()) <= self.committed[space]
             self.committed[space] |= set(change.hashes.tolist())
             return
         for block_hash in change.hashes.tolist():
             assert block_hash in self.committed[space], "a block was removed twice"
+            if block_hash in self.losing:
+                self.committed[space].discard(block_hash)
+                continue
             assert not self.leases[space][block_hash], "a leased block was removed"
             assert block_hash not in self.pinned[space], "a pinned block was removed"
             self.committed[space].discard(block_hash)
@@ -155,6 +188,58 @@ class StoreMachine(RuleBasedStateMachine):
                 self.leases[space].update(hashes[:num_blocks])
         self.read_back(space, hashes[:num_blocks])
 
+    @rule(space=which, number=session_number, tree=tree, length=length, lease=st.sampled_from(["x", "y"]))
+    def load(self, space: int, number: int, tree: int, length: int, lease: str) -> None:
+        hashes = TREES[space][tree][:length]
+        self.request_id += 1
+        loaded = self.sessions[space][number].load(self.request_id, records(hashes), lease=lease)
+        index = self.spaces[space].index
+        held = index.hashes_of(loaded.rows).tolist()
+        assert set(held) == {block for position, block in enumerate(hashes) if position not in loaded.errors}
+        assert set(held) <= self.committed[space]
+        self.by_lease.setdefault((space, number, lease), []).extend(held)
+        self.leases[space].update(held)
+        ready = [block for position, block in enumerate(hashes) if position not in {*loaded.errors, *loaded.writing}]
+        self.read_back(space, ready)
+
+    # The disk.
+
+    @precondition(lambda self: self.disk.waiting)
+    @rule(count=st.integers(1, 6))
+    def disk_writes(self, count: int) -> None:
+        for _ in range(min(count, len(self.disk.waiting))):
+            space, block_hash = self.disk.waiting.pop(0)
+            rows = space.index.find(records([block_hash]))
+            if space.index.state(int(rows[0])) != State.COMMITTED or space.index.disk.has(rows).any():
+                continue
+            self.disk.last_slot += 1
+            slot = self.disk.last_slot
+            self.disk.bytes_in[slot] = self.memory_of(space, rows)
+            self.store.written(space, rows, np.array([slot]))
+
+    @rule(space=which, count=st.integers(1, 4))
+    def disk_makes_room(self, space: int, count: int) -> None:
+        hashes, slots = self.store.make_room_below(self.spaces[space], count)
+        for block_hash, slot in zip(hashes.tolist(), slots.tolist(), strict=True):
+            assert self.disk.bytes_in.pop(slot) == block_bytes(SPECS[space], block_hash).tobytes()
+            assert not self.leases[space][block_hash], "a leased block left the disk"
+
+    @precondition(lambda self: self.disk.rising)
+    @rule(bad=st.sets(st.integers(0, 5), max_size=2))
+    def disk_reads(self, bad: set[int]) -> None:
+        rise = self.disk.rising.pop(0)
+        good = np.array([position not in bad for position in range(len(rise.rows))])
+        for address, slot in zip(rise.addresses[good].tolist(), rise.disk_slots[good].tolist(), strict=True):
+            data = self.disk.bytes_in[slot]
+            ctypes.memmove(address, data, len(data))
+        self.losing = set(rise.hashes[~good].tolist())
+        self.store.risen(rise, good, np.zeros((len(rise.rows), rise.space.spec.num_parts), np.uint64))
+        self.losing = set()
+
+    def memory_of(self, space: Space, rows: IntArray) -> bytes:
+        (address,) = self.tier.addresses(space.index.memory.slots(rows))
+        return ctypes.string_at(int(address), space.spec.block_bytes)
+
     @rule(space=which, number=session_number, lease=st.sampled_from(["x", "y"]))
     def release(self, space: int, number: int, lease: str) -> None:
         self.forget_lease(space, number, lease)
@@ -181,7 +266,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(space=which)
     def clear(self, space: int) -> None:
+        rising = {block for rise in self.disk.rising for block in rise.hashes.tolist()}
         held = {block for block in self.committed[space] if self.leases[space][block] or block in self.pinned[space]}
+        held |= rising & self.committed[space]
         self.store.clear(self.spaces[space])
         assert self.committed[space] == held
 
@@ -192,13 +279,9 @@ class StoreMachine(RuleBasedStateMachine):
         if blocks:
             block = blocks[number % len(blocks)]
             # Losing is the one way in which a held block goes; its holders keep what they hold.
-            held, self.leases[space][block] = self.leases[space][block], 0
-            pinned = block in self.pinned[space]
-            self.pinned[space].discard(block)
+            self.losing = {block}
             self.store.lose(self.spaces[space], block)
-            self.leases[space][block] = held
-            if pinned:
-                self.pinned[space].add(block)
+            self.losing = set()
 
     def forget_lease(self, space: int, number: int, lease: str) -> None:
         for block_hash in self.by_lease.pop((space, number, lease), []):
@@ -208,6 +291,11 @@ class StoreMachine(RuleBasedStateMachine):
         """Each block lies where the index says, under its hash, with its bytes and no one else's."""
         index = self.spaces[space].index
         rows = index.find(records(hashes))
+        on_disk = index.disk.has(rows)
+        for block_hash, slot in zip(np.array(hashes, object)[on_disk], index.disk.slots(rows)[on_disk], strict=True):
+            assert self.disk.bytes_in[int(slot)] == block_bytes(SPECS[space], block_hash).tobytes()
+        in_memory = index.states(rows) == State.COMMITTED
+        rows, hashes = rows[in_memory], [block for block, there in zip(hashes, in_memory, strict=True) if there]
         slabs, places = slabs_and_places(index.memory.slots(rows))
         for block_hash, row, slab, place in zip(hashes, rows, slabs, places, strict=True):
             opened = self.tier._slabs[int(slab)]  # the raw memory, past the code under test
@@ -222,14 +310,17 @@ class StoreMachine(RuleBasedStateMachine):
         for number, space in enumerate(self.spaces):
             rows = space.index.stored()
             assert set(space.index.hashes_of(rows).tolist()) == self.committed[number]
-            held = sum(count > 0 for count in self.leases[number].values())
-            assert space.index.num_leased == held
+            held = {block for block, count in self.leases[number].items() if count > 0}
+            rising = {block for rise in self.disk.rising if rise.space is space for block in rise.hashes.tolist()}
+            assert space.index.num_leased == len(held | rising)
+            assert space.index.count(State.RISING) == len(rising)
             for row in rows.tolist():
                 # A parent is younger than its children, so that chains are evicted from their end.
                 parent_row = space.index.find(space.index.parent_hashes(np.array([row])))
                 if parent_row != NONE:
                     assert (space.index.stamps.of(parent_row) > space.index.stamps.of(np.array([row]))).all()
-        used = sum(space.index.count(State.COMMITTED) + space.index.count(State.WRITING) for space in self.spaces)
+        assert sum(len(space.index.disk.rows()) for space in self.spaces) == len(self.disk.bytes_in)
+        used = sum(len(space.index.memory.rows()) for space in self.spaces)
         slots = sum(self.tier.arena.num_used(slab) for kv in SPECS for slab in self.tier.arena.slabs_of(kv.namespace))
         assert used == slots, "a slot is neither free nor a block's"
 
@@ -237,8 +328,7 @@ class StoreMachine(RuleBasedStateMachine):
     def headers_tell_the_truth(self) -> None:
         """A header shows a generation exactly while its slot holds a block, and no generation names two blocks."""
         shown = sum(int((slab.generations != 0).sum()) for slab in self.tier._slabs.values())
-        rows = sum(space.index.count(State.COMMITTED) + space.index.count(State.WRITING) for space in self.spaces)
-        assert shown == rows
+        assert shown == sum(len(space.index.memory.rows()) for space in self.spaces)
         for slab in self.tier._slabs.values():
             for place in np.flatnonzero(slab.generations):
                 shown_hash = slab.hashes[place].tobytes()

@@ -1,8 +1,9 @@
 """The arena of a tier, without memory."""
 
+import numpy as np
 import pytest
 
-from kvstore.types import Namespace
+from kvstore.types import Namespace, SlabId
 from kvstore_server.tiers.slab import MAX_SLOTS, SlabArena, place_of, slab_of, slot_id
 
 A, B = Namespace(b"a" * 32), Namespace(b"b" * 32)
@@ -60,3 +61,41 @@ def test_misuse_is_noticed() -> None:
     arena.allocate(A, 1)
     with pytest.raises(AssertionError, match="blocks in it"):
         arena.close(slab)
+
+
+def test_a_slab_found_after_a_restart_gives_out_what_is_free_in_it_and_no_other_takes_its_id() -> None:
+    """Covers: A16, D5."""
+    arena = SlabArena(1000)
+    used = np.array([slot_id(SlabId(7), place) for place in (3, 0)])
+    arena.adopt(SlabId(7), A, num_slots=5, size_bytes=400, used=used)
+    arena.adopt(SlabId(3), B, num_slots=2, size_bytes=100, used=np.array([], np.int64))
+    arena.validate()
+    assert (arena.used_bytes, arena.num_used(SlabId(7)), arena.num_used(SlabId(3))) == (500, 2, 0)
+    assert not arena.fits(501)
+    assert [place_of(slot) for slot in arena.allocate(A, 9).tolist()] == [1, 2, 4]
+    arena.free(used)
+    assert arena.num_used(SlabId(7)) == 3
+    assert arena.open(B, num_slots=1, size_bytes=100) == 8
+    arena.validate()
+
+
+@pytest.mark.parametrize(
+    ("slab", "num_slots", "size_bytes", "used", "message"),
+    [
+        (3, 2, 100, [slot_id(SlabId(4), 0)], "another slab"),
+        (3, 2, 100, [slot_id(SlabId(3), 0)] * 2, "in use twice"),
+        (3, 0, 100, [], None),
+        (3, 2, 1001, [], None),
+        (0, 2, 100, [], None),
+        (1, 2, 100, [], None),  # is there already
+    ],
+)
+def test_a_slab_that_cannot_be_right_is_not_adopted(
+    slab: int, num_slots: int, size_bytes: int, used: list[int], message: str | None
+) -> None:
+    arena = SlabArena(1000)
+    arena.open(A, num_slots=1, size_bytes=100)
+    with pytest.raises(AssertionError, match=message):
+        arena.adopt(SlabId(slab), A, num_slots=num_slots, size_bytes=size_bytes, used=np.array(used, np.int64))
+    assert arena.used_bytes == 100
+    arena.validate()

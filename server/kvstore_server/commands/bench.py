@@ -9,20 +9,24 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
-import click
 import numpy as np
 
-from kvstore.hashing import chain
-from kvstore.spec import KVSpec
 from kvstore.types import HASH_BYTES, BlockHash, ByteArray
-from kvstore_client import BlockRows, ClientOptions, KVClient, Region
+from kvstore_client import ClientOptions, KVClient
+from kvstore_server.commands.measure import (
+    bench_chain,
+    bench_spec,
+    load_all,
+    progress,
+    random_bytes,
+    running_daemon,
+    store_all,
+    timed,
+)
 
 SMALL_BLOCKS = 8192
 
@@ -39,32 +43,33 @@ while peer.recv_into(buffer):
 def run_local(*, size_bytes: int, part_bytes: int, threads: int, rounds: int) -> dict[str, float | int]:
     """Measures and returns all figures; progress goes to standard error."""
     num_blocks = size_bytes // part_bytes
-    spec = _spec("bench", part_bytes)
+    spec = bench_spec("bench", part_bytes)
+    copy = ("--copy-threads", threads)
     with ExitStack() as stack:
-        checked = stack.enter_context(_daemon(size_bytes, threads, "--checksums"))
-        raw = stack.enter_context(_daemon(size_bytes, threads, "--no-checksums"))
+        checked = stack.enter_context(running_daemon("--checksums", *copy, size_bytes=size_bytes))
+        raw = stack.enter_context(running_daemon("--no-checksums", *copy, size_bytes=size_bytes))
         options = ClientOptions(name="bench", copy_threads=threads, timeout_s=60)
-        client = stack.enter_context(KVClient(checked, spec, options=options))
-        raw_client = stack.enter_context(KVClient(raw, spec, options=options))
+        client = stack.enter_context(KVClient(checked.address, spec, options=options))
+        raw_client = stack.enter_context(KVClient(raw.address, spec, options=options))
         for each in (client, raw_client):
             each.wait_ready(30)
-        small = _small_blocks(checked, options, stack)
-        _progress("filling the regions with random bytes")
+        small = _small_blocks(checked.address, options, stack)
+        progress("filling the regions with random bytes")
         region, raw_region = client.region(size_bytes), raw_client.region(size_bytes)
         # Aligned to pages: where a target begins 16 bytes into a cache line, as NumPy's own memory does, memcpy
         # runs at a third of its speed on some processors, and would be no limit to measure against.
         target = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
-        region.array[:] = np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8), size_bytes)
+        random_bytes(region.array)
         raw_region.array[:] = region.array
         seconds: dict[str, list[float]] = {"memcpy": [], "store": [], "load": [], "store_raw": []}
         for number in range(rounds + 1):  # the first only warms up
-            _progress(f"round {number} of {rounds}: {num_blocks} blocks of {part_bytes >> 10} KiB")
-            hashes = _chain(spec, num_blocks, seed=number)
+            progress(f"round {number} of {rounds}: {num_blocks} blocks of {part_bytes >> 10} KiB")
+            hashes = bench_chain(spec, num_blocks, seed=number)
             took = {
-                "memcpy": _timed(lambda: _memcpy(target, region.array, part_bytes, threads)),
-                "store": _timed(lambda: _store(client, hashes, region)),  # noqa: B023 - called at once
-                "load": _timed(lambda: _load(client, hashes, target)),  # noqa: B023
-                "store_raw": _timed(lambda: _store(raw_client, hashes, raw_region)),  # noqa: B023
+                "memcpy": timed(lambda: _memcpy(target, region.array, part_bytes, threads)),
+                "store": timed(lambda: store_all(client, hashes, region)),  # noqa: B023 - called at once
+                "load": timed(lambda: load_all(client, hashes, target)),  # noqa: B023
+                "store_raw": timed(lambda: store_all(raw_client, hashes, raw_region)),  # noqa: B023
             }
             assert np.array_equal(target, region.array), "what was loaded is not what was stored"
             if number:
@@ -84,59 +89,6 @@ def run_local(*, size_bytes: int, part_bytes: int, threads: int, rounds: int) ->
     }
 
 
-def _spec(model: str, part_bytes: int) -> KVSpec:
-    return KVSpec.uniform(
-        model=model,
-        revision="r1",
-        dtype="uint8",
-        block_tokens=16,
-        layers=1,
-        bytes_per_part=part_bytes,
-        layout="bench",
-    )
-
-
-def _chain(spec: KVSpec, num_blocks: int, *, seed: int) -> list[BlockHash]:
-    tokens = np.arange(num_blocks * spec.block_tokens, dtype=np.uint32)
-    tokens[0] = (1 << 32) - 1 - seed
-    return chain(spec.namespace, tokens, block_tokens=spec.block_tokens)
-
-
-@contextmanager
-def _daemon(size_bytes: int, threads: int, checksums: str) -> Iterator[str]:
-    """The address of a daemon in its own process, with room for the working set and an eighth more."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder:
-        path = Path(folder) / "kvstore.sock"
-        command = [
-            sys.executable,
-            "-m",
-            "kvstore_server.cli",
-            "serve",
-            "--unix-socket",
-            str(path),
-            "--tcp-port",
-            "0",
-        ]
-        command += [
-            "--cpu-capacity",
-            str(size_bytes + size_bytes // 8 + (192 << 20)),
-            "--copy-threads",
-            str(threads),
-        ]
-        process = subprocess.Popen([*command, checksums, "--log-level", "warning"])
-        try:
-            yield f"unix:{path}"
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def _timed(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def _memcpy(target: ByteArray, source: ByteArray, piece: int, threads: int) -> None:
     """The limit: the same pieces copied by the same number of threads, and nothing else."""
 
@@ -149,18 +101,6 @@ def _memcpy(target: ByteArray, source: ByteArray, piece: int, threads: int) -> N
         worker.start()
     for worker in workers:
         worker.join()
-
-
-def _store(client: KVClient, hashes: list[BlockHash], region: Region) -> None:
-    with client.store(hashes) as write:
-        write.put_blocks(region.array.reshape(len(hashes), -1))
-    assert write.num_new == len(hashes), f"stored {write.num_new} of {len(hashes)} blocks"
-
-
-def _load(client: KVClient, hashes: list[BlockHash], target: ByteArray) -> None:
-    with client.load(hashes, into=BlockRows(target.reshape(len(hashes), -1))) as load:
-        result = load.wait()
-    assert result.num_loaded == len(hashes), f"loaded {result.num_loaded} of {len(hashes)} blocks"
 
 
 def _view_us(client: KVClient, hashes: list[BlockHash]) -> float:
@@ -178,8 +118,8 @@ def _view_us(client: KVClient, hashes: list[BlockHash]) -> float:
 
 def _small_blocks(address: str, options: ClientOptions, stack: ExitStack) -> tuple[KVClient, list[BlockHash]]:
     """Blocks to match, held so that the large ones do not push them out."""
-    spec = _spec("bench-small", 64)
-    hashes = _chain(spec, SMALL_BLOCKS, seed=0)
+    spec = bench_spec("bench-small", 64)
+    hashes = bench_chain(spec, SMALL_BLOCKS, seed=0)
     client = stack.enter_context(KVClient(address, spec, options=options))
     client.wait_ready(30)
     with client.store(hashes) as write:
@@ -192,7 +132,7 @@ def _match_latencies(client: KVClient, hashes: list[BlockHash]) -> dict[str, flo
     """Round trips of a match that finds everything and leases it; the release is not timed."""
     figures: dict[str, float] = {}
     for count, samples in ((1000, 2000), (SMALL_BLOCKS, 500)):
-        _progress(f"matching {count} blocks, {samples} times")
+        progress(f"matching {count} blocks, {samples} times")
         asked = hashes[:count]
         micros = []
         for _ in range(samples):
@@ -231,7 +171,3 @@ def _echo_us(size_bytes: int, samples: int) -> list[float]:
         ours.shutdown(socket.SHUT_RDWR)
         process.wait(10)
     return micros
-
-
-def _progress(text: str) -> None:
-    click.echo(f"bench: {text}", err=True)

@@ -27,10 +27,12 @@ from kvstore.wire import spec_from_proto, spec_to_proto
 from kvstore_server.tiers.files import Files
 from kvstore_server.tiers.records import FORMAT_VERSION
 
-# A block takes about 130 bytes in a full page of the catalog, and pages are half empty at worst; twice that again
-# for the pages that a transaction replaces. The map is address space: the file grows as it is used.
-MAP_BYTES_PER_BLOCK: Final = 512
+# A block takes about 130 bytes in a full page of the catalog; 450 were measured, with half empty pages and those that
+# large transactions replaced. The map is address space, which is cheap: the file grows as it is used.
+MAP_BYTES_PER_BLOCK: Final = 1024
 MIN_MAP_BYTES: Final = 64 << 20
+
+SPARE_BYTES: Final = 1 << 20  # a file system with less than this is full, to a transaction of many pages
 
 Table = NewType("Table", str)
 META, SPACES, SLABS, BLOCKS = Table("meta"), Table("spaces"), Table("slabs"), Table("blocks")
@@ -85,6 +87,7 @@ class Catalog:
         """
         self._lmdb = _lmdb()
         self._files = files
+        self._directory = directory
         with self._errors():
             self._environment = self._lmdb.open(
                 str(directory),
@@ -94,9 +97,8 @@ class Catalog:
                 readahead=False,
             )
             try:
-                self._tables = {
-                    name: self._environment.open_db(name.encode()) for name in (META, SPACES, SLABS, BLOCKS)
-                }
+                names = (META, SPACES, SLABS, BLOCKS)
+                self._tables = {name: self._environment.open_db(name.encode()) for name in names}
                 self._check_format(directory)
             except BaseException:
                 self._environment.close()
@@ -198,7 +200,11 @@ class Catalog:
             raise OSError(errno.ENOSPC, f"catalog: {error}") from error
         except self._lmdb.Error as error:
             # Codes of the system are positive, those of LMDB are not.
-            raise OSError(error.code if error.code > 0 else errno.EIO, f"catalog: {error}") from error
+            code = error.code if error.code > 0 else errno.EIO
+            # What it calls an I/O error may be a write that was cut short, as a full file system does.
+            if code == errno.EIO and self._files.free_bytes(self._directory) < SPARE_BYTES:
+                code = errno.ENOSPC
+            raise OSError(code, f"catalog: {error}") from error
 
 
 def block_keys(namespace: Namespace, hashes: HashArray) -> list[bytes]:

@@ -12,10 +12,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,9 +27,10 @@ from kvstore_server.tiers import catalog, recovery
 from kvstore_server.tiers.catalog import Catalog, SlabEntry, WrongFormat
 from kvstore_server.tiers.cpu import TierStatistics
 from kvstore_server.tiers.files import Files
-from kvstore_server.tiers.records import PAGE_BYTES, RecordLayout, chunks, transfer
+from kvstore_server.tiers.records import PAGE_BYTES, RecordLayout
 from kvstore_server.tiers.recovery import Recovered
-from kvstore_server.tiers.slab import MAX_SLOTS, SLOT_BITS, SlabArena, place_of, slab_of
+from kvstore_server.tiers.slab import MAX_SLOTS, SLOT_BITS, SlabArena, slab_of
+from kvstore_server.tiers.slab_files import SlabFiles
 
 __all__ = ["DiskFailed", "DiskFull", "DiskTier", "Files", "Recovered"]
 
@@ -46,14 +45,6 @@ class DiskFailed(Exception):
 
 class DiskFull(DiskFailed):
     """The file system has no room for this; the tier can be used on, after something in it was evicted."""
-
-
-@dataclass(slots=True)
-class _Slab:
-    entry: SlabEntry
-    path: Path
-    is_made: bool  # the file is there, at its full size
-    is_listed: bool  # the catalog has it
 
 
 class DiskTier:
@@ -80,37 +71,35 @@ class DiskTier:
         """
         self.directory = directory
         self.slab_bytes = slab_bytes
-        self.reserve_bytes = reserve_bytes
         self.arena = SlabArena(capacity_bytes)
         self._files = files or Files()
         self._clock = clock
         self._grow_after_s = float("-inf")
         self._layouts: dict[Namespace, RecordLayout] = {}
-        self._slabs: dict[SlabId, _Slab] = {}
+        self._slabs: dict[SlabId, SlabEntry] = {}
+        self._listed: set[SlabId] = set()  # in the catalog
         self._used_bytes = 0
         self._failure = ""
-        self._making = threading.Lock()  # a slab file
-        self._counting = threading.Lock()  # sequence numbers
+        self._counting = threading.Lock()
         self._next_sequence = 1
         with ExitStack() as opened, self._failing("open"):
-            for path in (directory, self._slab_directory, self._catalog_directory):
+            for path in (directory, directory / "catalog"):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = self._files.open(directory / "lock", os.O_RDWR | os.O_CREAT)
             opened.callback(self._files.close, lock)
             _lock(lock, directory)
-            self._direct = self._direct_flag()
+            max_blocks = capacity_bytes // (2 * PAGE_BYTES)  # a header and some data each
             try:
-                self.catalog = Catalog(
-                    self._catalog_directory, max_blocks=capacity_bytes // (2 * PAGE_BYTES), files=self._files
-                )
+                self.catalog = Catalog(directory / "catalog", max_blocks=max_blocks, files=self._files)
             except WrongFormat as error:
                 raise DiskFailed(str(error)) from error
             opened.callback(self.catalog.close)
-            self._files.sync_directory(self._catalog_directory)
+            self._slab_files = SlabFiles(
+                directory / "slabs", reserve_bytes=reserve_bytes, num_threads=num_threads, files=self._files
+            )
+            opened.callback(self._slab_files.close)
+            self._files.sync_directory(directory / "catalog")
             self._files.sync_directory(directory)
-            pool = ThreadPoolExecutor(num_threads, "kvstore-disk")
-            opened.callback(pool.shutdown)
-            self._pool = pool
             self._opened = opened.pop_all()
 
     # Allocation: the daemon's loop.
@@ -135,12 +124,12 @@ class DiskTier:
         if not len(slots):
             return
         touched = {slab_of(slot) for slot in slots.tolist()}
-        namespace = self._slabs[next(iter(touched))].entry.namespace
+        namespace = self._slabs[next(iter(touched))].namespace
         self.arena.free(slots)
         self._used_bytes -= len(slots) * self._layouts[namespace].spec.block_bytes
         for slab in touched:
-            if not self._slabs[slab].is_made and not self.arena.num_used(slab):
-                self.close_slab(slab)  # there was no room for its file
+            if not self._slab_files.is_made(slab) and not self.arena.num_used(slab):
+                self.close_slab(slab)
                 self.slab_deleted(slab)
 
     def close_slab(self, slab: SlabId) -> None:
@@ -151,6 +140,7 @@ class DiskTier:
         """The bytes of the closed slab, whose file is gone, can be used for others."""
         self.arena.forget(slab)
         del self._slabs[slab]
+        self._listed.discard(slab)
 
     def statistics(self) -> TierStatistics:
         """`used_bytes` are those of the blocks in slots in use; `pages` says how files are read and written."""
@@ -160,7 +150,7 @@ class DiskTier:
             slab_bytes=self.arena.used_bytes,
             used_bytes=self._used_bytes,
             num_slabs=self.arena.num_slabs,
-            pages="O_DIRECT" if self._direct else "buffered",
+            pages="O_DIRECT" if self._slab_files.is_direct else "buffered",
         )
 
     # Files: threads. All of these block.
@@ -175,17 +165,15 @@ class DiskTier:
         with self._failing("recover"):
             plan = recovery.plan(
                 self.catalog.load(),
-                sizes_bytes=self._slab_files(),
+                sizes_bytes=self._slab_files.sizes_bytes(),
                 capacity_bytes=self.arena.capacity_bytes,
             )
             for reason, lost in plan.lost.items():
                 log.warning("disk.recover", directory=str(self.directory), lost=lost, reason=reason)
             if plan.changes:
                 self.catalog.commit(plan.changes)
-            for name in plan.unwanted_files:
-                self._files.unlink(self._slab_directory / name)
             if plan.unwanted_files:
-                self._files.sync_directory(self._slab_directory)
+                self._slab_files.delete(plan.unwanted_files)
         for slab, entry in plan.slabs.items():
             self.arena.adopt(
                 slab,
@@ -194,7 +182,9 @@ class DiskTier:
                 size_bytes=entry.size_bytes,
                 used=plan.used_slots[slab],
             )
-            self._slabs[slab] = _Slab(entry, self._slab_path(slab), is_made=True, is_listed=True)
+            self._slab_files.adopt(slab)
+            self._slabs[slab] = entry
+            self._listed.add(slab)
         for recovered in plan.recovered:
             self._layouts[recovered.spec.namespace] = RecordLayout.of(recovered.spec)
             self._used_bytes += len(recovered.slots) * recovered.spec.block_bytes
@@ -235,21 +225,13 @@ class DiskTier:
         order = np.argsort(slots)  # so that what lies together in a file lies together in the headers
         slots, hashes, parents = slots[order], hashes[order], parents[order]
         addresses, checksums = addresses[order], checksums[order]
+        sequences = self._take_sequences(len(slots))[order]
         with self._failing("write"):
-            sequences = self._take_sequences(len(slots))
             headers = layout.headers(hashes=hashes, parents=parents, sequences=sequences, checksums=checksums)
-            slabs = {SlabId(number): self._slabs[SlabId(number)] for number in np.unique(slots >> SLOT_BITS).tolist()}
-            with self._open_files(slabs, os.O_WRONLY) as fds:
-
-                def write_chunk(chosen: IntArray) -> None:
-                    first = int(slots[chosen[0]])
-                    buffers = layout.buffers(headers[chosen[0] :], addresses[chosen])
-                    offset = place_of(first) * layout.record_bytes
-                    transfer(self._files.pwritev, fds[slab_of(first)], buffers, offset)
-
-                self._each(write_chunk, chunks(slots, most=layout.records_per_call))
-                for fd in fds.values():
-                    self._files.fdatasync(fd)
+            slabs = [SlabId(slab) for slab in np.unique(slots >> SLOT_BITS).tolist()]
+            for slab in slabs:
+                self._slab_files.make(slab, self._slabs[slab].size_bytes)
+            self._slab_files.write(layout, slots=slots, headers=headers, addresses=addresses)
             # Only now: what the catalog names must be there after a power cut.
             self.catalog.put_blocks(
                 spec.namespace,
@@ -257,10 +239,9 @@ class DiskTier:
                 parents=parents,
                 slots=slots,
                 sequences=sequences,
-                slabs={number: slab.entry for number, slab in slabs.items() if not slab.is_listed},
+                slabs={slab: self._slabs[slab] for slab in slabs if slab not in self._listed},
             )
-            for slab in slabs.values():
-                slab.is_listed = True
+            self._listed.update(slabs)
 
     def read(
         self, spec: KVSpec, *, slots: IntArray, hashes: HashArray, addresses: IntArray
@@ -271,43 +252,15 @@ class DiskTier:
         that cannot be read, or that fails a check, is logged and not good; what is at its address then means
         nothing. Never raises for what the disk does.
         """
-        good = np.zeros(len(slots), np.bool_)
-        checksums = np.zeros((len(slots), spec.num_parts), np.uint64)
-        layout = self._layout(spec)
-
-        def read_chunk(chosen: IntArray) -> None:
-            headers = layout.scratch(len(chosen))
-            slab = self._slabs.get(slab_of(int(slots[chosen[0]])))
-            try:
-                if slab is None:
-                    raise OSError(errno.ENOENT, "no such slab")
-                fd = self._files.open(slab.path, os.O_RDONLY | self._direct)
-                try:
-                    offset = place_of(int(slots[chosen[0]])) * layout.record_bytes
-                    transfer(self._files.preadv, fd, layout.buffers(headers, addresses[chosen]), offset)
-                finally:
-                    self._files.close(fd)
-            except OSError as error:
-                if len(chosen) > 1:  # one bad block must not take the others with it
-                    for one in chosen:
-                        read_chunk(np.array([one]))
-                else:
-                    self._report(slots[chosen], str(error))
-                return
-            wrong = layout.check(headers, hashes=hashes[chosen], addresses=addresses[chosen])
-            good[chosen] = wrong == ""
-            checksums[chosen] = headers["checksums"]
-            for bad in np.flatnonzero(wrong != "").tolist():
-                self._report(slots[chosen[[bad]]], str(wrong[bad]))
-
-        self._each(read_chunk, chunks(slots, most=layout.records_per_call))
-        return good, checksums
+        return self._slab_files.read(self._layout(spec), slots=slots, hashes=hashes, addresses=addresses)
 
     def forget(self, spec: KVSpec, hashes: HashArray) -> None:
         """None of these blocks is found after a restart; those that are not there are ignored.
 
         Raises: DiskFull, DiskFailed, and then all of them may still be found: do not free their slots.
         """
+        if not len(hashes):
+            return
         with self._failing("forget"):
             self.catalog.commit([(catalog.BLOCKS, key, None) for key in catalog.block_keys(spec.namespace, hashes)])
 
@@ -315,28 +268,13 @@ class DiskTier:
         """The file of a closed slab is gone. Raises: DiskFull, DiskFailed."""
         with self._failing("delete a slab"):
             self.catalog.commit([(catalog.SLABS, catalog.slab_key(slab), None)])
-            self._files.unlink(self._slab_path(slab))
+            self._slab_files.delete([self._slab_files.path(slab).name])
 
     def close(self) -> None:
         """The directory can be opened again. Nothing is lost that was written; no call may be under way."""
         self._opened.close()
 
     # Within.
-
-    @property
-    def _slab_directory(self) -> Path:
-        return self.directory / "slabs"
-
-    @property
-    def _catalog_directory(self) -> Path:
-        return self.directory / "catalog"
-
-    def _slab_path(self, slab: SlabId) -> Path:
-        return self._slab_directory / f"{slab}.slab"
-
-    def _slab_files(self) -> dict[str, int]:
-        """The size of each file that is named like a slab."""
-        return {path.name: self._files.size_bytes(path) for path in self._slab_directory.glob("*.slab")}
 
     def _layout(self, spec: KVSpec) -> RecordLayout:
         layout = self._layouts.get(spec.namespace)
@@ -348,77 +286,17 @@ class DiskTier:
         num_slots = min(max(self.slab_bytes, layout.record_bytes), room_bytes) // layout.record_bytes
         if num_slots == 0 or self._clock() < self._grow_after_s:
             return False
-        entry = SlabEntry(
-            layout.spec.namespace, min(num_slots, MAX_SLOTS), min(num_slots, MAX_SLOTS) * layout.record_bytes
-        )
+        num_slots = min(num_slots, MAX_SLOTS)
+        entry = SlabEntry(layout.spec.namespace, num_slots, num_slots * layout.record_bytes)
         slab = self.arena.open(entry.namespace, num_slots=entry.num_slots, size_bytes=entry.size_bytes)
-        self._slabs[slab] = _Slab(entry, self._slab_path(slab), is_made=False, is_listed=False)
+        self._slabs[slab] = entry
         return True
-
-    def _make_file(self, slab: _Slab) -> None:
-        """The file has all of its bytes, and its name survives a power cut. Raises: DiskFull, OSError."""
-        with self._making:
-            if slab.is_made:
-                return
-            free_bytes = self._files.free_bytes(self._slab_directory)
-            if free_bytes - slab.entry.size_bytes < self.reserve_bytes:
-                self._grow_after_s = self._clock() + RETRY_AFTER_S
-                raise DiskFull(
-                    f"{slab.path}: needs {slab.entry.size_bytes} bytes, and {free_bytes} are free, of which "
-                    f"{self.reserve_bytes} are kept; free some, or give the disk tier less capacity"
-                )
-            fd = self._files.open(slab.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            try:
-                self._files.fallocate(fd, slab.entry.size_bytes)
-                self._files.sync_directory(self._slab_directory)
-            except OSError:
-                self._files.unlink(slab.path)
-                raise
-            finally:
-                self._files.close(fd)
-            slab.is_made = True
-
-    @contextmanager
-    def _open_files(self, slabs: dict[SlabId, _Slab], flags: int) -> Iterator[dict[SlabId, int]]:
-        with ExitStack() as stack:
-            fds = {}
-            for number, slab in slabs.items():
-                self._make_file(slab)
-                fds[number] = self._files.open(slab.path, flags | self._direct)
-                stack.callback(self._files.close, fds[number])
-            yield fds
-
-    def _each(self, work: Callable[[IntArray], None], parts: Sequence[IntArray]) -> None:
-        """The work is done for all parts, and none of it goes on; raises what the first that failed did."""
-        if len(parts) <= 1:
-            for part in parts:
-                work(part)
-            return
-        futures = [self._pool.submit(work, part) for part in parts]
-        wait(futures)
-        for future in futures:
-            future.result()
 
     def _take_sequences(self, count: int) -> AnyArray:
         with self._counting:
             first = self._next_sequence
             self._next_sequence += count
         return np.arange(first, first + count, dtype=np.uint64)
-
-    def _direct_flag(self) -> int:
-        """O_DIRECT, where the file system has it."""
-        try:
-            self._files.close(self._files.open(self.directory / "lock", os.O_RDONLY | os.O_DIRECT))
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            log.warning("disk.buffered", directory=str(self.directory), reason="the file system has no O_DIRECT")
-            return 0
-        return os.O_DIRECT
-
-    def _report(self, slot: IntArray, problem: str) -> None:
-        number, place = slab_of(int(slot[0])), place_of(int(slot[0]))
-        log.error("disk.read", path=str(self._slab_path(number)), record=place, problem=problem)
 
     @contextmanager
     def _failing(self, action: str) -> Iterator[None]:

@@ -142,7 +142,7 @@ def transfer(call: Call, fd: int, buffers: list[memoryview], offset: int) -> Non
     while buffers:
         count = call(fd, buffers, offset)
         if count <= 0:
-            raise OSError(errno.EIO, f"end of file at {offset}")
+            raise OSError(errno.EIO, f"no more bytes at {offset}")
         offset += count
         buffers = _rest(buffers, count)
 

@@ -1,4 +1,4 @@
-"""`kvstore demo`: a small model whose prefill, decode and next session are processes that share the store."""
+"""`kvstore demo`: a small model whose prefill, decode and later sessions are processes that share a store."""
 
 from kvstore_server.commands.demo.scenes import run_demo
 

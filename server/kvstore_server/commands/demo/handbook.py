@@ -5,6 +5,7 @@ from typing import Final
 INSTRUCTION: Final = "Read the handbook, then answer the question in one short sentence.\n\n"
 FIRST_QUESTION: Final = "What colour is the boat house?"
 NEXT_QUESTION: Final = "On which day is the mail fetched from the town?"
+LAST_QUESTION: Final = "In which year was the tower built?"
 
 HANDBOOK: Final = """\
 Handbook of the lighthouse on Sel Island

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,18 +16,22 @@ from typing import IO, Any, Final
 
 from kvstore_server.commands.demo.model import DemoFailed
 from kvstore_server.commands.demo.worker import Answer, Request
+from kvstore_server.config import ENVIRONMENT_PREFIX
 
 READY_S: Final = 240.0  # torch and a model have to be read from disk
 STEP_S: Final = 240.0
 END_S: Final = 5.0
 # The engines and the daemon share this machine's cores: a thread that waits for another must not spin on one.
 ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
+# The disk's reserve and capacity are small, so that a temporary folder has room; more than memory fits on it.
+DAEMON_FLAGS: Final = ("--cpu-capacity", "1GiB", "--disk-capacity", "2GiB", "--disk-reserve", "64MiB")
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Child:
     """A process and its events. Its errors go to a file, of which the end is shown if it fails."""
 
-    def __init__(self, name: str, module: str, *arguments: str, log: IO[str]) -> None:
+    def __init__(self, name: str, module: str, *arguments: str, log: IO[str], environment: Mapping[str, str]) -> None:
         self.name = name
         self._log = log
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -37,11 +41,15 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=ENVIRONMENT | os.environ,
+            env=environment,
             start_new_session=True,  # Ctrl-C goes to the demo alone, which then ends its processes in order
         )
         self._listener = threading.Thread(target=self._listen, name=f"demo-{name}", daemon=True)
         self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def ask(self, request: Request) -> None:
         """The request is on its way. Raises: DemoFailed, if the process has ended."""
@@ -77,6 +85,17 @@ class Child:
         if self._process.poll() is not None:
             raise self._ended()
 
+    def failed(self, reason: str) -> DemoFailed:
+        """What to raise for this reason: it shows the end of the process' log."""
+        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-12:]
+        return DemoFailed("\n  ".join([f"{self.name}: {reason}", *lines]))
+
+    def kill(self) -> None:
+        """The process is gone, at once, and had no chance to tidy up (SIGKILL)."""
+        self._process.kill()
+        self._process.wait()
+        self.end()
+
     def end(self) -> None:
         """The process is gone: asked first, then killed. Idempotent."""
         process = self._process
@@ -104,23 +123,30 @@ class Child:
         self._events.put(None)
 
     def _ended(self) -> DemoFailed:
-        code = self._process.wait(END_S)
-        lines = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-12:]
-        return DemoFailed("\n  ".join([f"{self.name}: the process ended with status {code}", *lines]))
+        return self.failed(f"the process ended with status {self._process.wait(END_S)}")
 
 
 class Children:
-    """The processes of one run: a daemon in a private folder, and engines that use it."""
+    """The processes of one run: a daemon with a disk tier in a private folder, and engines that use it.
 
-    def __init__(self, folder: Path, model: Path) -> None:
-        self._folder, self._model = folder, model
-        self._all: list[Child] = []
+    All that they leave behind, also those that are killed, is in that folder.
+    """
+
+    def __init__(self, folder: Path, model: Path, *, daemon_flags: Sequence[str] = DAEMON_FLAGS) -> None:
+        self.folder = folder
         self.address = f"unix:{folder / 'kvstore.sock'}"
+        self._model = model
+        self._daemon_flags = daemon_flags
+        self._all: list[Child] = []
+        # Settings of a daemon that the user runs are not for this one.
+        users = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        self._environment = ENVIRONMENT | users | {"TMPDIR": str(folder)}
 
     def start_daemon(self) -> Child:
+        """On the same socket and disk directory each time; it may not listen yet."""
         socket = self.address.removeprefix("unix:")
-        arguments = ("serve", "--unix-socket", socket, "--tcp-port", "0", "--cpu-capacity", "1GiB")
-        return self._start("daemon", "kvstore_server.cli", *arguments)
+        arguments = ("serve", "--unix-socket", socket, "--tcp-port", "0", "--disk-path", str(self.folder / "disk"))
+        return self._start("daemon", "kvstore_server.cli", *arguments, *self._daemon_flags)
 
     def start_engine(self, name: str) -> Child:
         """Not ready yet: expect its event `ready`."""
@@ -133,24 +159,39 @@ class Children:
             self._all.pop().end()
 
     def _start(self, name: str, module: str, *arguments: str) -> Child:
-        log = (self._folder / f"{name.replace(' ', '-')}.log").open("w")
-        child = Child(name, module, *arguments, log=log)
+        log = (self.folder / f"{name.replace(' ', '-')}.log").open("a")
+        child = Child(name, module, *arguments, log=log, environment=self._environment)
         self._all.append(child)
         return child
 
 
 @contextmanager
 def ended_in_order() -> Iterator[None]:
-    """SIGTERM unwinds the stack, as Ctrl-C does, so that `finally` clauses end what was started."""
+    """A signal unwinds the stack, as Ctrl-C does, so that `finally` clauses end what was started.
+
+    Only the first one: those that follow must not keep these clauses from their work.
+    """
 
     def unwind(number: int, frame: object) -> None:
+        let_nothing_interrupt()
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, unwind)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # as nohup asks for
+                signal.signal(number, unwind)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def let_nothing_interrupt() -> None:
+    """Signals are ignored until `ended_in_order` is left. What is done meanwhile must end by itself."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)

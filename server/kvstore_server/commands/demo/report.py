@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from kvstore_server.commands.demo.restart import Restart
     from kvstore_server.commands.demo.scenes import HandOver, Scene, Show
 
 MIB: Final = 1 << 20
@@ -12,30 +13,29 @@ TIMELINE_LINES: Final = 6
 
 
 def as_text(show: "Show") -> str:
-    cold_s = show.scenes[0].first_token_s
-    next_cold_s = show.scenes[3].first_token_s
     rows = [("scene", "processes", "prompt", "from the store", "first token", "speed-up", "text")]
-    for scene, against_s in zip(show.scenes, (cold_s, cold_s, next_cold_s, next_cold_s), strict=True):
+    for scene in show.scenes:
         rows.append(
             (
                 scene.name,
                 scene.where,
                 f"{scene.answer.num_tokens:,} tokens",
-                f"{scene.num_blocks} blocks, {_loaded_bytes(scene) / MIB:.1f} MiB" if scene.num_blocks else "-",
+                _source(scene),
                 f"{scene.first_token_s:.3f} s",
-                f"{against_s / scene.first_token_s:.1f}x" if scene.answer is not scene.reference else "-",
+                "-" if scene.is_cold else f"{scene.cold_first_token_s / scene.first_token_s:.1f}x",
                 "the same" if scene.answer.text == scene.reference.text else "DIFFERENT",
             )
         )
-    texts = [f"  {scene.name.strip()}: {scene.answer.text!r}" for scene in show.scenes]
     return "\n".join(
         [
             *_table(rows),
             "",
             *_timeline(show.hand_over),
             "",
-            f"Greedy texts (question of a and b: {show.scenes[0].question}; of c: {show.scenes[2].question})",
-            *texts,
+            *_restart(show.restart, show.after_kill),
+            "",
+            "Greedy texts",
+            *(f"  {scene.name.strip()}: {scene.question} {scene.answer.text!r}" for scene in show.scenes),
             "",
             f"In all {show.total_s:.0f} s.",
         ]
@@ -55,8 +55,9 @@ def as_document(show: "Show") -> str:
                     "loaded_blocks": scene.num_blocks,
                     "followed_blocks": scene.answer.num_followed_blocks,
                     "loaded_bytes": _loaded_bytes(scene),
+                    "blocks_from_disk": scene.num_from_disk,
                     "first_token_s": round(scene.first_token_s, 4),
-                    "cold_first_token_s": round(scene.reference.first_token_s - scene.reference.begin_s, 4),
+                    "cold_first_token_s": round(scene.cold_first_token_s, 4),
                     "text": scene.answer.text,
                     "same_text_as_cold": scene.answer.text == scene.reference.text,
                     "problem": scene.answer.problem,
@@ -68,6 +69,13 @@ def as_document(show: "Show") -> str:
                 "loaded_s": [round(at, 4) for at in show.hand_over.loaded_s],
                 "layers_loaded_before_the_last_was_saved": show.hand_over.num_early,
             },
+            "restart": {
+                "signal": "SIGKILL",
+                "blocks_written": show.restart.num_written,
+                "blocks_restored": show.restart.num_restored,
+                "answered_after_s": round(show.restart.answered_after_s, 4),
+                "disk_io": show.restart.disk_io,
+            },
             "total_s": round(show.total_s, 1),
         },
         indent=2,
@@ -76,6 +84,23 @@ def as_document(show: "Show") -> str:
 
 def _loaded_bytes(scene: "Scene") -> int:
     return scene.num_blocks * scene.answer.block_bytes
+
+
+def _source(scene: "Scene") -> str:
+    if not scene.num_blocks:
+        return "-"
+    shown = f"{scene.num_blocks} blocks, {_loaded_bytes(scene) / MIB:.1f} MiB"
+    return f"{shown}, from disk" if scene.num_from_disk else shown
+
+
+def _restart(restart: "Restart", after: "Scene") -> list[str]:
+    found_mib = restart.num_restored * after.answer.block_bytes / MIB
+    return [
+        f"(d) the daemon was killed (SIGKILL) once all of its {restart.num_written} blocks were on disk",
+        f"  started again on the same socket and directory, it answered {restart.answered_after_s:.2f} s after the kill, "
+        f"and found {restart.num_restored} blocks, {found_mib:.1f} MiB",
+        f"  it read {after.num_from_disk} of them from disk ({restart.disk_io}) for the new process",
+    ]
 
 
 def _timeline(times: "HandOver") -> list[str]:

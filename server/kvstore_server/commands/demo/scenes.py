@@ -1,4 +1,4 @@
-"""The demo's three scenes, and what must be true of them: cold, hand-over, next session."""
+"""The demo's four scenes, and what must be true of them: cold, hand-over, next session, after kill -9."""
 
 import sys
 import tempfile
@@ -10,14 +10,16 @@ from typing import Any, Final
 
 import click
 
-from kvstore_server.commands.demo.handbook import FIRST_QUESTION, NEXT_QUESTION
+from kvstore_server.commands.demo.handbook import FIRST_QUESTION, LAST_QUESTION, NEXT_QUESTION
 from kvstore_server.commands.demo.model import DemoFailed, check_packages, prepare
-from kvstore_server.commands.demo.processes import READY_S, Children, ended_in_order
+from kvstore_server.commands.demo.processes import READY_S, Child, Children, ended_in_order, let_nothing_interrupt
 from kvstore_server.commands.demo.report import as_document, as_text
+from kvstore_server.commands.demo.restart import START_S, Restart, ask, kill_and_restart
 from kvstore_server.commands.demo.worker import Answer, Request
 
 NEW_TOKENS: Final = 24
 MIN_PROMPT_TOKENS: Final = 128
+AFTER_KILL: Final = "(d) after kill -9"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +32,22 @@ class Scene:
     answer: Answer
     reference: Answer
     begin_s: float  # when the prompt was there, in whichever process had it first
+    num_from_disk: int = 0  # of its blocks, those that the daemon read from disk for it
+
+    @property
+    def is_cold(self) -> bool:
+        """Computed without the store, for others to be compared with."""
+        return self.answer is self.reference
 
     @property
     def first_token_s(self) -> float:
         """Seconds from the prompt to the first new token."""
         return self.answer.first_token_s - self.begin_s
+
+    @property
+    def cold_first_token_s(self) -> float:
+        """The same of the cold one."""
+        return self.reference.first_token_s - self.reference.begin_s
 
     @property
     def num_blocks(self) -> int:
@@ -61,7 +74,13 @@ class Show:
 
     scenes: list[Scene]
     hand_over: HandOver
+    restart: Restart
     total_s: float
+
+    @property
+    def after_kill(self) -> Scene:
+        """The one whose blocks were only on disk."""
+        return next(scene for scene in self.scenes if scene.name == AFTER_KILL)
 
 
 def run_demo(model_path: str | None, prompt_tokens: int, as_json: bool, transport: str) -> int:
@@ -99,14 +118,17 @@ def _run(model_path: str | None, prompt_tokens: int, transport: str, progress: C
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
         children = Children(Path(folder), model)
         try:
-            scenes, hand_over = _play(children, prompt_tokens, progress)
+            scenes, hand_over, restart = _play(children, prompt_tokens, progress)
         finally:
+            let_nothing_interrupt()
             progress("ending the processes")
             children.end()
-    return Show(scenes=scenes, hand_over=hand_over, total_s=time.monotonic() - begin_s)
+    return Show(scenes=scenes, hand_over=hand_over, restart=restart, total_s=time.monotonic() - begin_s)
 
 
-def _play(children: Children, prompt_tokens: int, progress: Callable[[str], None]) -> tuple[list[Scene], HandOver]:
+def _play(
+    children: Children, prompt_tokens: int, progress: Callable[[str], None]
+) -> tuple[list[Scene], HandOver, Restart]:
     progress("starting the daemon, prefill and decode")
     daemon = children.start_daemon()
     prefill, decode = children.start_engine("prefill"), children.start_engine("decode")
@@ -116,34 +138,64 @@ def _play(children: Children, prompt_tokens: int, progress: Callable[[str], None
 
     cold = Request(question=FIRST_QUESTION, prompt_tokens=prompt_tokens, use_store=False, num_new_tokens=NEW_TOKENS)
     progress("(a) cold: decode computes everything")
-    decode.ask(cold)
-    reference, _ = decode.answer()
+    reference = _cold(decode, cold)
     scenes = [_scene("(a) cold", "decode", cold, reference, reference)]
 
     progress("(b) hand-over: decode follows the layers that prefill computes")
+    given, taken, hand_over = _hand_over(prefill, decode, cold)
+    scenes.append(_scene("(b) hand-over", "prefill, decode", cold, taken, reference, begin_s=given.begin_s))
+    prefill.end()
+
+    progress("(c) next session: a new process, the same handbook, another question")
+    other = replace(cold, question=NEXT_QUESTION)
+    warm = _new_process(children, "next session", other)
+    progress("(c) the same prompt, cold")
+    again = _cold(decode, other)
+    scenes.append(_scene("(c) next session", "a new process", other, warm, again))
+    scenes.append(_scene("    the same, cold", "decode", other, again, again))
+
+    progress("(d) after kill -9: the daemon is killed when all is on disk, and started again")
+    restart, daemon = kill_and_restart(children, daemon)
+    progress("(d) a new process, the same handbook, a third question")
+    last = replace(cold, question=LAST_QUESTION)
+    warm = _new_process(children, "after kill", last)
+    num_from_disk = ask(children, daemon, timeout_s=START_S).counters.blocks_risen
+    progress("(d) the same prompt, cold")
+    again = _cold(decode, last)
+    after = _scene(AFTER_KILL, "a new process", last, warm, again)
+    scenes.append(replace(after, num_from_disk=num_from_disk))
+    scenes.append(_scene("    the same, cold", "decode", last, again, again))
+    return scenes, hand_over, restart
+
+
+def _hand_over(prefill: Child, decode: Child, cold: Request) -> tuple[Answer, Answer, HandOver]:
+    """Prefill's answer, decode's, and the layers between them."""
     prefill.ask(replace(cold, use_store=True, num_new_tokens=0))
     first, _ = prefill.expect("saved")
     decode.ask(replace(cold, use_store=True, follow=True))
     given, saved = prefill.answer()
     taken, loaded = decode.answer()
-    scenes.append(_scene("(b) hand-over", "prefill, decode", cold, taken, reference, begin_s=given.begin_s))
-    hand_over = HandOver(
+    times = HandOver(
         saved_s=_times("saved", [first, *saved], given.begin_s),
         loaded_s=_times("loaded", loaded, given.begin_s),
     )
+    return given, taken, times
 
-    progress("(c) next session: a new process, the same handbook, another question")
-    session = children.start_engine("next session")
-    session.expect("ready", timeout_s=READY_S)
-    other = replace(cold, question=NEXT_QUESTION)
-    session.ask(replace(other, use_store=True))
-    warm, _ = session.answer()
-    progress("(c) the same prompt, cold")
-    decode.ask(other)
-    again, _ = decode.answer()
-    scenes.append(_scene("(c) next session", "a new process", other, warm, again))
-    scenes.append(_scene("    the same, cold", "decode", other, again, again))
-    return scenes, hand_over
+
+def _new_process(children: Children, name: str, request: Request) -> Answer:
+    """The answer of an engine that was started for it, and has ended."""
+    engine = children.start_engine(name)
+    engine.expect("ready", timeout_s=READY_S)
+    engine.ask(replace(request, use_store=True))
+    answer, _ = engine.answer()
+    engine.end()
+    return answer
+
+
+def _cold(engine: Child, request: Request) -> Answer:
+    engine.ask(request)
+    answer, _ = engine.answer()
+    return answer
 
 
 def _scene(
@@ -171,10 +223,14 @@ def _judge(show: Show) -> None:
         if scene.answer.text != scene.reference.text:
             wanted, got = scene.reference.text, scene.answer.text
             faults.append(f"{scene.name.strip()}: expected the cold text {wanted!r}, got {got!r}")
-    for scene in show.scenes[1:3]:
-        if not scene.num_blocks:
+        if not scene.is_cold and not scene.num_blocks:
             reason = scene.answer.problem or "the store had none"
             faults.append(f"{scene.name}: expected blocks from the store, got none ({reason})")
+    restart, after = show.restart, show.after_kill
+    if restart.num_restored != restart.num_written:
+        faults.append(f"{after.name}: expected {restart.num_written} blocks found again, got {restart.num_restored}")
+    if after.num_from_disk < after.num_blocks:
+        faults.append(f"{after.name}: expected {after.num_blocks} blocks from disk, got {after.num_from_disk}")
     if faults:
         raise DemoFailed("; ".join(faults))
 

@@ -1,0 +1,278 @@
+"""Movement between memory and a real directory, without a daemon: write-through, room on disk, rising, scrubbing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import block_bytes, chain, records, spec
+
+from kvstore.spec import KVSpec
+from kvstore.transport.memory import copy_and_hash_pieces
+from kvstore.types import BlockHash, ByteArray, IntArray, SessionId
+from kvstore_server.level import State
+from kvstore_server.scrub import Scrubber
+from kvstore_server.session import Session
+from kvstore_server.spill import Spill
+from kvstore_server.store import Store
+from kvstore_server.tiers.cpu import CpuTier
+from kvstore_server.tiers.disk import DiskFailed, DiskFull, DiskTier
+from kvstore_server.tiers.pinning import PageLock
+from kvstore_server.values import Space
+
+A = spec(model="a", layers=2, bytes_per_part=10_000)
+B = spec(model="b", layers=1, bytes_per_part=30_000)
+SLAB_BYTES = 1 << 18
+DEADLINE_S = 20
+
+
+class House:
+    """A store over a disk, with the worker between them."""
+
+    def __init__(self, folder: Path, *, memory_slabs: int = 4, disk_slabs: int = 16) -> None:
+        self.tier = CpuTier(
+            capacity_bytes=memory_slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, page_lock=PageLock(wanted=False)
+        )
+        self.store = Store(self.tier)
+        self.disk = DiskTier(
+            folder, capacity_bytes=disk_slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, reserve_bytes=0, num_threads=2
+        )
+        self.spill = Spill(self.store, self.disk)
+        self.store.below = self.spill
+        self.spill.restore(self.disk.recover())
+
+    def put(self, kv: KVSpec, hashes: list[BlockHash], *, parent: BlockHash | None = None) -> Space:
+        """The blocks are committed in memory, as far as there is room."""
+        space = self.store.open_space(kv)
+        write = self.store.reserve(space, parent=parent, hashes=records(hashes), parts=[])
+        places = np.array(list(write.pending), np.int64)
+        if len(places):
+            region: ByteArray = np.concatenate([block_bytes(kv, hashes[place]) for place in places])
+            begins = np.array([begin for begin, _ in space.part_ranges])
+            offsets = (np.arange(len(places))[:, None] * kv.block_bytes + begins).ravel()
+            intake = self.store.plan_intake(
+                write, blocks=places, parts=np.arange(kv.num_parts), region=region, offsets=offsets
+            )
+            copies = intake.copies
+            self.store.parts_arrived(intake, copy_and_hash_pieces(copies.targets, copies.sources, copies.sizes))
+        self.store.finish_write(write)
+        return space
+
+    async def settle(self) -> None:
+        assert await self.spill.flush(DEADLINE_S)
+        await self.spill.quiesce()
+
+    def session(self, space: Space, wake: Callable[[], None] = lambda: None) -> Session:
+        return Session(
+            number=SessionId(1), name="test", space=space, store=self.store, wake=wake, max_region_bytes=1 << 20
+        )
+
+    def bytes_in_memory(self, space: Space, rows: IntArray) -> list[bytes]:
+        import ctypes
+
+        addresses = self.tier.addresses(space.index.memory.slots(rows)).tolist()
+        return [ctypes.string_at(address, space.spec.block_bytes) for address in addresses]
+
+
+@asynccontextmanager
+async def house(folder: Path, **sizes: int) -> AsyncIterator[House]:
+    built = House(folder, **sizes)
+    worker = asyncio.create_task(built.spill.run())
+    try:
+        yield built
+        built.store.validate()
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+        await built.spill.quiesce()
+        built.disk.close()
+        built.tier.close()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def test_what_was_stored_is_found_again_and_rises_bit_exact(tmp_path: Path) -> None:
+    """Covers: D2, D4, F6."""
+    hashes = chain(8, of=A)
+
+    async def first() -> None:
+        async with house(tmp_path) as at:
+            at.put(A, hashes)
+            await at.settle()
+            assert at.store.counters.blocks_written == 8
+
+    async def second() -> None:
+        async with house(tmp_path) as at:
+            space = at.store.spaces[A.namespace]
+            session = at.session(space)
+            assert session.match(records(hashes), "held") == (8, 0)
+            loaded = session.load(1, records(hashes), lease="held")
+            assert loaded.writing == list(range(8))
+            await at.settle()
+            rows = space.index.find(records(hashes))
+            assert (space.index.states(rows) == State.COMMITTED).all()
+            assert at.bytes_in_memory(space, rows) == [block_bytes(A, one).tobytes() for one in hashes]
+            session.end()
+
+    run(first)
+    run(second)
+
+
+def test_a_chain_longer_than_memory_is_kept_whole_below(tmp_path: Path) -> None:
+    """Covers: E6, E11."""
+
+    async def test() -> None:
+        async with house(tmp_path, memory_slabs=2) as at:
+            hashes = chain(60, of=A)
+            for first in range(0, 60, 6):
+                space = at.put(A, hashes[first : first + 6], parent=hashes[first - 1] if first else None)
+                await at.settle()
+            assert at.store.match(space, records(hashes))[0].size == 60
+            assert space.index.count(State.COLD) > 30
+
+    run(test)
+
+
+def test_a_full_disk_drops_the_oldest_and_stays_within_its_limit(tmp_path: Path) -> None:
+    """Covers: E1, E2."""
+
+    async def test() -> None:
+        async with house(tmp_path, disk_slabs=2) as at:
+            for seed in range(8):
+                space = at.put(A, chain(4, of=A, seed=seed))
+                await at.settle()
+            assert at.disk.statistics().slab_bytes <= 2 * SLAB_BYTES
+            assert at.store.counters.blocks_dropped > 0
+            newest = space.index.find(records(chain(4, of=A, seed=7)))
+            assert space.index.disk.has(newest).all()
+            assert len(space.index.disk.rows()) * A.block_bytes == at.disk.statistics().used_bytes
+
+    run(test)
+
+
+def test_a_namespace_takes_a_slab_on_disk_from_a_colder_one(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with house(tmp_path, disk_slabs=2) as at:
+            for seed in range(4):
+                old = at.put(A, chain(5, of=A, seed=seed))
+                await at.settle()
+            assert at.disk.arena.slab_bytes(B.namespace) == 0
+            hashes = chain(3, of=B)
+            new = at.put(B, hashes)
+            await at.settle()
+            assert new.index.disk.has(new.index.find(records(hashes))).all()
+            assert at.disk.statistics().slab_bytes <= 2 * SLAB_BYTES
+            assert len(old.index.disk.rows()) < 20
+
+    run(test)
+
+
+def test_a_block_that_has_gone_bad_is_dropped_by_the_scrubber(tmp_path: Path) -> None:
+    """Covers: A25, F6."""
+
+    async def test() -> None:
+        async with house(tmp_path) as at:
+            hashes = chain(4, of=A)
+            space = at.put(A, hashes)
+            await at.settle()
+            scrubber = Scrubber(at.store, at.disk, at.spill, bytes_per_s=1 << 30)
+            assert await scrubber.check(space, records(hashes)) == 4 * A.block_bytes
+            assert at.store.counters.blocks_lost == 0
+            flip_a_bit_of(block_bytes(A, hashes[2]).tobytes()[:64], tmp_path)
+            await scrubber.check(space, records(hashes))
+            await at.settle()
+            rows = space.index.find(records(hashes))
+            assert space.index.disk.has(rows).tolist() == [True, True, False, True]
+            assert (space.index.states(rows) == State.COMMITTED).all(), "memory still has it"
+            assert at.store.counters.blocks_lost == 1
+
+    run(test)
+
+
+def flip_a_bit_of(text: bytes, folder: Path) -> None:
+    """In the one slab file that holds it."""
+    for path in folder.glob("slabs/*"):
+        data = bytearray(path.read_bytes())
+        if (at := data.find(text)) >= 0:
+            data[at] ^= 1
+            path.write_bytes(data)
+            return
+    raise AssertionError("no file holds it")
+
+
+def test_a_bad_copy_is_a_miss_for_whoever_waits_for_it(tmp_path: Path) -> None:
+    """Covers: A1, A2."""
+    hashes = chain(3, of=A)
+
+    async def first() -> None:
+        async with house(tmp_path) as at:
+            at.put(A, hashes)
+            await at.settle()
+
+    async def second() -> None:
+        async with house(tmp_path) as at:
+            space = at.store.spaces[A.namespace]
+            session = at.session(space)
+            session.load(7, records(hashes), lease="x")
+            await at.settle()
+            _, follow = session.follows[7]
+            assert follow.failed == [(1, True)]
+            assert not follow.open_indices
+            assert session.match(records(hashes), "") == (1, 0)
+            session.end()
+            at.put(A, hashes)
+            await at.settle()
+            assert at.store.match(space, records(hashes))[0].size == 3
+
+    run(first)
+    flip_a_bit_of(block_bytes(A, hashes[1]).tobytes()[:64], tmp_path)
+    run(second)
+
+
+@pytest.mark.parametrize(("error", "fails"), [(DiskFull("no room"), False), (DiskFailed("broken"), True)])
+def test_a_disk_that_fails_costs_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DiskFailed, fails: bool
+) -> None:
+    """Covers: A1, D12, E2."""
+
+    async def test() -> None:
+        async with house(tmp_path) as at:
+
+            def refuse(*_: object, **__: object) -> None:
+                raise error
+
+            monkeypatch.setattr(at.disk, "write", refuse)
+            hashes = chain(4, of=A)
+            space = at.put(A, hashes)
+            await at.settle()
+            assert bool(at.spill.failure) is fails
+            assert at.store.counters.blocks_unwritten == 4
+            assert len(space.index.disk.rows()) == 0
+            assert at.store.match(space, records(hashes))[0].size == 4
+            assert space.index.num_leased == 0
+
+    run(test)
+
+
+def test_what_was_cleared_is_not_found_after_a_restart(tmp_path: Path) -> None:
+    hashes = chain(4, of=A)
+
+    async def first() -> None:
+        async with house(tmp_path) as at:
+            space = at.put(A, hashes)
+            await at.settle()
+            assert at.store.clear(space) == (4, 0)
+            await at.settle()
+            assert at.disk.statistics().used_bytes == 0
+
+    async def second() -> None:
+        async with house(tmp_path) as at:
+            assert A.namespace not in at.store.spaces
+
+    run(first)
+    run(second)
