@@ -84,6 +84,14 @@ def follow(address: str, fields: dict, length: int, seed: int = 0) -> None:
     stop("part 0")
 
 
+def rise(address: str, fields: dict, length: int) -> None:
+    """Loads blocks that are on disk only, and stops while they are on their way."""
+    client = connect(address, fields)
+    hashes = chain(length, of=client.spec)
+    client.load(hashes, into=BlockRows(np.zeros((length, client.spec.block_bytes), np.uint8)))
+    stop("loading")
+
+
 def churn(address: str, fields: list[dict], num_chains: int, length: int, seed: int) -> None:
     """Rounds of stores, loads, matches and verifies of chains of several namespaces, each until the daemon is gone.
 

@@ -1,6 +1,7 @@
 """A daemon with a directory below its memory, who watches it, and what lies there, read without the code under test."""
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import pytest
 from builders import rows
 from service.harness import DEADLINE_S, DaemonProcess, eventually
 
@@ -21,8 +23,14 @@ from kvstore_client import BlockRows, KVClient, Outcome
 PAGE_BYTES = 4096
 HEADER_HASH_AT = 48  # after magic, version, number of parts and namespace
 PIECE = 12  # blocks of one store or load: a few times as many fit into memory
-# Memory for about 60 blocks of 16 KiB, and a disk for 800.
-SMALL: dict[str, object] = {"cpu_capacity": "1MiB", "slab_bytes": "256KiB", "disk_capacity": "16MiB", "disk_reserve": 0}
+# Memory for about 60 blocks of 16 KiB, and a disk for 800. Nobody but the test reads what is there.
+SMALL: dict[str, object] = {
+    "cpu_capacity": "1MiB",
+    "slab_bytes": "256KiB",
+    "disk_capacity": "16MiB",
+    "disk_reserve": 0,
+    "disk_scrub_bytes_s": 0,
+}
 
 MakeDaemon = Callable[..., DaemonProcess]
 Connect = Callable[..., KVClient]
@@ -55,6 +63,25 @@ def store_chain(daemon: DaemonProcess, client: KVClient, hashes: Sequence[BlockH
 def wait_written(daemon: DaemonProcess, count: int) -> None:
     """As many blocks as that were written to disk since the daemon started."""
     eventually(lambda: daemon.stats().counters.blocks_written >= count, f"{count} blocks are on disk")
+
+
+def offer_chain(daemon: DaemonProcess, client: KVClient, hashes: Sequence[BlockHash]) -> None:
+    """As `store_chain`, but the disk may have left some out."""
+    counters = daemon.stats().counters
+    seen = counters.blocks_written + counters.blocks_unwritten
+    before = None
+    for piece in pieces(hashes):
+        with client.store(piece, parent=before) as write:
+            seen += write.outcomes.count(Outcome.NEW)
+            write.put_blocks(rows(client.spec, piece))
+        assert set(write.outcomes) == {Outcome.STORED}, write.outcomes
+
+        def settled(count: int = seen) -> bool:
+            counters = daemon.stats().counters
+            return counters.blocks_written + counters.blocks_unwritten >= count
+
+        eventually(settled, "the blocks are on disk, or counted as left out")
+        before = piece[-1]
 
 
 def load(client: KVClient, hashes: Sequence[BlockHash]) -> dict[int, KVStoreError]:
@@ -156,6 +183,35 @@ def flip(path: Path, offset: int) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """Meanwhile whoever opens the file waits; then it gets an error, and the file is back."""
+    elsewhere = path.with_suffix(".away")
+    path.rename(elsewhere)
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        # Those that wait go on when someone writes; whoever comes later finds the file.
+        writer = os.open(path, os.O_RDWR)
+        elsewhere.rename(path)
+        os.close(writer)
+
+
+@contextmanager
+def tmpfs(directory: Path, options: str) -> Iterator[None]:
+    """A file system of its own lies there, or the test is skipped."""
+    directory.mkdir(exist_ok=True)
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a tmpfs needs root and the right to mount: {error}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", directory], check=True)
 
 
 @contextmanager

@@ -4,9 +4,11 @@ Nothing here depends on the time of day: the daemon orders blocks by counters, a
 """
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from builders import chain, rows, spec
 from service.disk import (
@@ -17,18 +19,23 @@ from service.disk import (
     disk_stats,
     file_bytes,
     flip,
+    hanging,
     load,
+    moved_away,
+    offer_chain,
     record_of,
     slab_files,
     store_chain,
+    tmpfs,
     used_bytes,
     wait_written,
 )
-from service.harness import DaemonProcess, eventually, store
+from service.harness import Child, DaemonProcess, eventually, store
 
 from kvstore.hashing import pack
+from kvstore.types import BlockHash
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore_client import BlockCorrupt, BlockMissing, KVClient, Outcome
+from kvstore_client import BlockCorrupt, BlockMissing, BlockRows, KVClient, Outcome, StoreTimeout
 
 KV = spec(layers=2, bytes_per_part=8192)
 RECORD_BYTES = 4096 + KV.block_bytes
@@ -310,3 +317,164 @@ def test_a_pinned_block_stays_pinned_to_the_disk_while_others_leave_it(
     assert load(client, SHORT) == {}
     restart(daemon, client)
     assert load(client, SHORT) == {}
+
+
+# Limits.
+
+
+def is_prefix_loaded(client: KVClient, hashes: list[BlockHash]) -> int:
+    """How many blocks of the chain are stored; those are its beginning, and all of them are right."""
+    errors = load(client, hashes)
+    num_loaded = len(hashes) - len(errors)
+    assert all(isinstance(error, BlockMissing) for error in errors.values()), errors
+    assert sorted(errors) == list(range(num_loaded, len(hashes))), "a chain is evicted from its end"
+    assert client.match(hashes, lease="").num_blocks == num_loaded
+    return num_loaded
+
+
+def test_a_disk_smaller_than_what_is_stored_keeps_what_was_used_last_and_its_limit(
+    make_daemon: MakeDaemon, directory: Path, connect: Connect
+) -> None:
+    """Covers: E1, E2, E6."""
+    limit_bytes = 3 << 20
+    daemon = make_daemon(disk_path=directory, **SMALL | {"disk_capacity": limit_bytes})
+    client = connect(daemon, KV)
+    chains = [chain(40, of=KV, seed=seed) for seed in range(8)]
+    for hashes in chains:
+        store_chain(daemon, client, hashes)
+        assert file_bytes(directory) <= limit_bytes
+    counters = daemon.stats().counters
+    assert counters.blocks_written == 320
+    assert counters.blocks_dropped >= 320 - limit_bytes // RECORD_BYTES
+
+    for again in range(2):
+        left = [is_prefix_loaded(client, hashes) for hashes in chains]
+        assert left[0] == 0, f"the oldest has left, in round {again}"
+        assert left[-1] == 40
+        assert left == sorted(left)
+        assert disk_stats(daemon).slab_bytes == file_bytes(directory) <= limit_bytes
+        restart(daemon, client)
+        assert disk_stats(daemon).used_bytes == used_bytes(daemon)
+
+
+def test_a_restart_with_less_capacity_keeps_within_it_and_serves_what_it_kept(
+    daemon: DaemonProcess, directory: Path, connect: Connect
+) -> None:
+    """Covers: E1, D5."""
+    client = connect(daemon, KV)
+    chains = [chain(40, of=KV, seed=seed) for seed in range(6)]
+    for hashes in chains:
+        store_chain(daemon, client, hashes)
+    assert file_bytes(directory) > 2 << 20
+
+    restart(daemon, client, disk_capacity=2 << 20)
+
+    shown = disk_stats(daemon)
+    assert shown.slab_bytes == file_bytes(directory) <= shown.capacity_bytes == 2 << 20
+    kept = sum(40 - len(load(client, hashes)) for hashes in chains)
+    assert kept == shown.used_bytes // KV.block_bytes >= 80
+    assert load(client, chains[-1]) == {}
+    for seed in range(6, 9):
+        store_chain(daemon, client, chain(40, of=KV, seed=seed))
+        assert file_bytes(directory) <= 2 << 20
+    restart(daemon, client)
+    assert load(client, chain(40, of=KV, seed=8)) == {}
+
+
+def test_a_file_system_that_is_full_keeps_the_store_going_and_the_latest_blocks(
+    make_daemon: MakeDaemon, directory: Path, connect: Connect
+) -> None:
+    """Covers: A1, E2. It is smaller than the disk tier may be, and has no reserve."""
+    with tmpfs(directory, "size=4m"):
+        daemon = make_daemon(disk_path=directory, **SMALL | {"disk_capacity": "64MiB"})
+        client = connect(daemon, KV)
+        chains = [chain(40, of=KV, seed=seed) for seed in range(10)]
+        for hashes in chains:
+            offer_chain(daemon, client, hashes)
+            assert load(client, hashes[-PIECE:]) == {}
+        log = daemon.log.read_text()
+        assert "disk tier disabled" not in log, log
+        assert load(client, chains[-1]) == {}
+        restart(daemon, client)
+        assert disk_stats(daemon).used_bytes == used_bytes(daemon) > 40 * KV.block_bytes
+        for hashes in chains:
+            load(client, hashes)
+        daemon.close()
+
+
+# What is on its way up.
+
+
+def test_a_prefetched_block_is_served_from_memory(daemon: DaemonProcess, directory: Path, connect: Connect) -> None:
+    """Covers: F2, F6."""
+    client = connect(daemon, KV)
+    store_chain(daemon, client, HASHES[:40])
+    restart(daemon, client)
+    assert client.prefetch(HASHES[:40]) == 40
+    eventually(lambda: daemon.stats().counters.blocks_risen == 40)
+    with moved_away(directory):
+        assert load(client, HASHES[:40]) == {}
+    assert client.prefetch(HASHES[:40]) == 40
+    assert daemon.stats().counters.blocks_risen == 40
+
+
+def test_a_prefetch_of_more_than_memory_holds_says_how_much_it_is(daemon: DaemonProcess, connect: Connect) -> None:
+    """Covers: F2."""
+    client = connect(daemon, KV)
+    store_chain(daemon, client, HASHES)
+    restart(daemon, client)
+    num_blocks = client.prefetch(HASHES)
+    eventually(lambda: daemon.stats().blocks_leased == 0)
+    assert num_blocks == daemon.stats().counters.blocks_risen < 64
+
+
+def test_a_block_on_disk_passes_a_verify_and_stays_there(daemon: DaemonProcess, connect: Connect) -> None:
+    client = connect(daemon, KV)
+    store_chain(daemon, client, SHORT)
+    restart(daemon, client)
+    errors = client.verify([*SHORT, *chain(1, of=KV, seed=1)])
+    assert {index: type(error) for index, error in errors.items()} == {PIECE: BlockMissing}
+    assert load(client, SHORT) == {}
+
+
+def test_a_load_from_a_disk_that_hangs_ends_at_its_deadline_and_holds_up_nobody(
+    daemon: DaemonProcess, directory: Path, connect: Connect, child: Callable[..., Child]
+) -> None:
+    """Covers: A16, D12, F2. Nothing is left of the one that timed out, of a client that is closed, of one killed."""
+    client, other = connect(daemon, KV), connect(daemon, KV)
+    cold, warm = HASHES[:3], chain(PIECE, of=KV, seed=1)
+    store_chain(daemon, client, cold)
+    restart(daemon, client, other)
+    store_chain(daemon, client, warm)
+    with hanging(record_of(directory, KV, cold[0])[0]):
+        with pytest.raises(StoreTimeout):
+            client.load(cold, into=BlockRows(np.zeros((3, KV.block_bytes), np.uint8)), timeout_s=0.001).wait(0.001)
+        killed = child("rise", address=daemon.address, fields={"layers": 2, "bytes_per_part": 8192}, length=3)
+        assert killed.step() == "loading"
+        killed.kill()
+        other.load(cold, view=True)
+        other.close()
+        assert load(client, warm) == {}
+        assert store(client, chain(PIECE, of=KV, seed=2)) == [Outcome.STORED] * PIECE
+        assert client.match(cold, lease="").num_blocks == 3
+        eventually(lambda: len(daemon.stats().sessions) == 1)
+    eventually(lambda: daemon.stats().blocks_leased == 0)
+    assert {type(error) for error in load(client, cold).values()} == {BlockMissing}, "what could not be read is gone"
+    store_chain(daemon, client, cold)
+    assert load(client, cold) == {}
+
+
+def test_a_reader_killed_while_blocks_rise_for_it_leaves_nothing_behind(
+    daemon: DaemonProcess, connect: Connect, child: Callable[..., Child]
+) -> None:
+    """Covers: A16."""
+    client = connect(daemon, KV)
+    store_chain(daemon, client, HASHES[:40])
+    restart(daemon, client)
+    killed = child("rise", address=daemon.address, fields={"layers": 2, "bytes_per_part": 8192}, length=40)
+    assert killed.step() == "loading"
+    killed.kill()
+    eventually(lambda: len(daemon.stats().sessions) == 1)
+    eventually(lambda: daemon.stats().blocks_leased == 0)
+    assert load(client, HASHES[:40]) == {}
+    assert daemon.stats().counters.blocks_lost == 0

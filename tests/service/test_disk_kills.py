@@ -85,7 +85,7 @@ def test_what_was_said_to_be_on_disk_is_served_bit_exact_after_each_of_many_kill
     """
     is_large = disk_capacity == "64MiB"
     moments = random.Random(20 + num_kills)
-    flags = SMALL | {"cpu_capacity": "2MiB", "disk_capacity": disk_capacity}
+    flags = SMALL | {"cpu_capacity": "2MiB", "disk_capacity": disk_capacity, "disk_scrub_bytes_s": "16MiB"}
     directory = tmp_path / "disk"
     daemon = make_daemon(disk_path=directory, **flags)
     truth = Truth()

@@ -200,7 +200,7 @@ class Catalog:
             raise OSError(errno.ENOSPC, f"catalog: {error}") from error
         except self._lmdb.Error as error:
             # Codes of the system are positive, those of LMDB are not.
-            code = error.code if error.code > 0 else errno.EIO
+            code = max(0, getattr(error, "code", 0)) or errno.EIO
             # What it calls an I/O error may be a write that was cut short, as a full file system does.
             if code == errno.EIO and self._files.free_bytes(self._directory) < SPARE_BYTES:
                 code = errno.ENOSPC

@@ -191,7 +191,7 @@ def ended_in_order() -> Iterator[None]:
 
 
 def let_nothing_interrupt() -> None:
-    """Signals are ignored until `ended_in_order` is left. What is done meanwhile must end by itself."""
+    """Signals do nothing until `ended_in_order` is left. What is done meanwhile must end by itself."""
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda number, frame: None)  # SIG_IGN complains of one that is already under way

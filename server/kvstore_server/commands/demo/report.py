@@ -96,10 +96,10 @@ def _source(scene: "Scene") -> str:
 def _restart(restart: "Restart", after: "Scene") -> list[str]:
     found_mib = restart.num_restored * after.answer.block_bytes / MIB
     return [
-        f"(d) the daemon was killed (SIGKILL) once all of its {restart.num_written} blocks were on disk",
-        f"  started again on the same socket and directory, it answered {restart.answered_after_s:.2f} s after the kill, "
-        f"and found {restart.num_restored} blocks, {found_mib:.1f} MiB",
-        f"  it read {after.num_from_disk} of them from disk ({restart.disk_io}) for the new process",
+        f"(d) the daemon was killed with kill -9 once all of its {restart.num_written} blocks were on disk",
+        f"  started again on the same socket and directory, it answered {restart.answered_after_s:.2f} s later",
+        f"  it had found {restart.num_restored} blocks on disk, {found_mib:.1f} MiB, "
+        f"and read {after.num_from_disk} of them ({restart.disk_io}) for the new process",
     ]
 
 
