@@ -64,7 +64,7 @@ class Daemon:
             on_change=self._journal.record,
             on_slab_closed=lambda slab, readers: self.service.slab_closed(slab, readers),
         )
-        self._private = tempfile.TemporaryDirectory(prefix="kvstore-")
+        self._private: tempfile.TemporaryDirectory[str] | None = None  # of the shm socket, if there is no unix socket
         self._shm_path = self._choose_shm_path()
         self.disk = self._open_disk()
         self.spill = Spill(self.store, self.disk) if self.disk is not None else None
@@ -179,12 +179,14 @@ class Daemon:
     def _remove_files(self) -> None:
         if self.settings.unix_socket:
             Path(self.settings.unix_socket).unlink(missing_ok=True)
-        self._private.cleanup()
+        if self._private is not None:
+            self._private.cleanup()
 
     def _choose_shm_path(self) -> Path:
         if self.settings.unix_socket:
             path = Path(self.settings.unix_socket)
             return path.with_name(path.name + ".shm")
+        self._private = tempfile.TemporaryDirectory(prefix="kvstore-")
         return Path(self._private.name) / "kvstore.shm"
 
     def _listen(self) -> None:

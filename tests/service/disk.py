@@ -118,9 +118,9 @@ class Watcher:
         self._thread.start()
 
     def wait(self, num_events: int) -> None:
-        """So many events came, or the daemon ended."""
+        """So many events came, or for a second there were not that many."""
         with self._changed:
-            self._changed.wait_for(lambda: self.num_events >= num_events or not self._thread.is_alive(), DEADLINE_S)
+            self._changed.wait_for(lambda: self.num_events >= num_events, 1.0)
 
     def close(self) -> None:
         """All that the daemon ever said was heard, if it has ended."""
@@ -187,17 +187,17 @@ def flip(path: Path, offset: int) -> None:
 
 @contextmanager
 def hanging(path: Path) -> Iterator[None]:
-    """Meanwhile whoever opens the file waits; then it gets an error, and the file is back."""
-    elsewhere = path.with_suffix(".away")
-    path.rename(elsewhere)
-    os.mkfifo(path)
+    """Meanwhile whoever opens the file waits; then it gets an error, and finds the file if it tries again."""
+    away, pipe = path.with_suffix(".away"), path.with_suffix(".pipe")
+    os.mkfifo(pipe)
+    path.rename(away)
+    os.link(pipe, path)
     try:
         yield
     finally:
-        # Those that wait go on when someone writes; whoever comes later finds the file.
-        writer = os.open(path, os.O_RDWR)
-        elsewhere.rename(path)
-        os.close(writer)
+        away.rename(path)
+        os.close(os.open(pipe, os.O_RDWR))  # those that wait go on when someone writes
+        pipe.unlink()
 
 
 @contextmanager

@@ -27,8 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def children(folder: Path, request: pytest.FixtureRequest) -> Iterator[Children]:
-    """The parameter is what the disk keeps free."""
+def children(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Children]:
+    """The parameter is what the disk keeps free. The user's folder for temporary files is `tmp_path`."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     reserve = ("--disk-reserve", getattr(request, "param", "0"))
     children = Children(folder, Path("no model"), daemon_flags=(*FLAGS, *reserve))
     yield children
@@ -60,9 +63,8 @@ def test_the_next_daemon_reads_from_disk_what_the_killed_one_stored(children: Ch
 
 
 def test_what_killed_and_ended_daemons_leave_is_in_the_folder_of_the_run(
-    children: Children, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    children: Children, folder: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     daemon = children.start_daemon()
     ask(children, daemon, timeout_s=DEADLINE_S)
 

@@ -4,7 +4,6 @@ Every bandwidth is the median of `rounds`; the paths take turns within a round, 
 does falls on all of them alike.
 """
 
-import mmap
 import socket
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ import numpy as np
 from kvstore.types import HASH_BYTES, BlockHash, ByteArray
 from kvstore_client import ClientOptions, KVClient
 from kvstore_server.commands.measure import (
+    aligned_memory,
     bench_chain,
     bench_spec,
     load_all,
@@ -58,7 +58,7 @@ def run_local(*, size_bytes: int, part_bytes: int, threads: int, rounds: int) ->
         region, raw_region = client.region(size_bytes), raw_client.region(size_bytes)
         # Aligned to pages: where a target begins 16 bytes into a cache line, as NumPy's own memory does, memcpy
         # runs at a third of its speed on some processors, and would be no limit to measure against.
-        target = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+        target = aligned_memory(size_bytes)
         random_bytes(region.array)
         raw_region.array[:] = region.array
         seconds: dict[str, list[float]] = {"memcpy": [], "store": [], "load": [], "store_raw": []}

@@ -1,5 +1,6 @@
 """What the benchmarks share: blocks to store, daemons in their own processes, and timing."""
 
+import mmap
 import subprocess
 import sys
 import tempfile
@@ -8,16 +9,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import click
+import grpc
 import numpy as np
 
-from kvstore.hashing import chain
+from kvstore.errors import StoreUnavailable
+from kvstore.hashing import chain, pack, unpack
 from kvstore.spec import KVSpec
-from kvstore.types import BlockHash, ByteArray
-from kvstore_client import BlockRows, KVClient, Region
+from kvstore.types import HASH_BYTES, BlockHash, ByteArray, HashArray
+from kvstore.v1.kvstore_pb2_grpc import AdminStub
+from kvstore_client import BlockRows, ClientOptions, KVClient, Region
+from kvstore_server.config import Settings
+from kvstore_server.tiers.disk import DiskTier
 
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S: Final = 30.0
+DEADLINE_S: Final = 120.0
+
+# A daemon that is starting is asked again at once.
+EAGER: Final = tuple((f"grpc.{kind}_reconnect_backoff_ms", 10) for kind in ("initial", "min", "max"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,30 @@ class RunningDaemon:
     address: str
     pid: int
     cpu_capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskJob:
+    """What was asked of `kvstore bench disk`; `folder` is on the file system to measure."""
+
+    folder: Path
+    size_bytes: int
+    part_bytes: int
+    threads: int
+    rounds: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.size_bytes // self.part_bytes
+
+    def disk_capacity(self, size_bytes: int) -> int:
+        """Room for as many bytes of blocks, their headers, and slabs that are not full."""
+        return size_bytes + size_bytes // 4 + 4 * Settings().slab_bytes
+
+    def daemon_flags(self, name: str, *, size_bytes: int) -> tuple[object, ...]:
+        """Of a daemon with a disk tier in the folder `name`, with room for as many bytes of blocks."""
+        capacity = ("--disk-capacity", self.disk_capacity(size_bytes), "--disk-reserve", 0)
+        return ("--disk-path", self.folder / name, *capacity, "--disk-threads", self.threads)
 
 
 def bench_spec(model: str, part_bytes: int) -> KVSpec:
@@ -67,6 +102,58 @@ def running_daemon(*flags: object, size_bytes: int) -> Iterator[RunningDaemon]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def aligned_memory(size_bytes: int) -> ByteArray:
+    """Memory that O_DIRECT takes."""
+    return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+
+
+def parents_of(hashes: list[BlockHash]) -> HashArray:
+    """The block before each, which the first does not have, as the daemon takes them."""
+    return unpack(pack([BlockHash(bytes(HASH_BYTES)), *hashes[:-1]]))
+
+
+@contextmanager
+def connected(daemon: RunningDaemon, spec: KVSpec) -> Iterator[KVClient]:
+    """A client that is ready."""
+    with KVClient(daemon.address, spec, options=ClientOptions(name="bench", timeout_s=DEADLINE_S)) as client:
+        client.wait_ready(30)
+        yield client
+
+
+@contextmanager
+def admin_of(daemon: RunningDaemon) -> Iterator[AdminStub]:
+    """Its Admin service, which may not answer yet."""
+    with grpc.insecure_channel(daemon.address, EAGER) as channel:
+        yield AdminStub(channel)
+
+
+def await_memory(daemon: RunningDaemon) -> None:
+    """The daemon has taken its memory, which it does in the background after the start."""
+    wanted = daemon.cpu_capacity - Settings().slab_bytes
+    deadline = time.monotonic() + DEADLINE_S
+    while int(Path(f"/proc/{daemon.pid}/statm").read_text().split()[2]) * mmap.PAGESIZE < wanted:
+        if time.monotonic() > deadline:
+            raise StoreUnavailable(f"{daemon.address}: its {wanted} bytes of memory are not there; free some memory")
+        time.sleep(0.01)
+
+
+@contextmanager
+def open_tier(job: DiskJob, name: str, *, size_bytes: int) -> Iterator[DiskTier]:
+    """The disk tier in this process, with room for as many bytes of blocks."""
+    tier = DiskTier(
+        job.folder / name,
+        capacity_bytes=job.disk_capacity(size_bytes),
+        slab_bytes=Settings().slab_bytes,
+        reserve_bytes=0,
+        num_threads=job.threads,
+    )
+    try:
+        tier.recover()
+        yield tier
+    finally:
+        tier.close()
 
 
 def timed(work: Callable[[], None]) -> float:
