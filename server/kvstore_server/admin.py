@@ -190,10 +190,12 @@ class AdminService:
         """All committed blocks at this moment, and the end mark. Made at once, so that no change falls between."""
         events = []
         for space in self._store.spaces.values():
-            rows = space.index.stored()
-            for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
-                change = self._store.change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS])
-                events.append(self._journal.event(change, sequence))
+            stored = space.index.stored()
+            for tier, level in (("cpu", space.index.memory), ("disk", space.index.disk)):
+                rows = stored[level.has(stored)]
+                for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
+                    change = self._store.change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS], tier=tier)
+                    events.append(self._journal.event(change, sequence))
         return [*events, self._journal.end_of_snapshot(sequence)]
 
     async def _set_pinned(self, request: pb.PinRequest, context: Any, *, pinned: bool) -> pb.PinReply:

@@ -27,7 +27,7 @@ FIELDS: list[dict[str, object]] = [
     {"layers": 3, "bytes_per_part": 5000, "tenant": "t"},
 ]
 SPECS = [spec(**fields) for fields in FIELDS]  # type: ignore[arg-type]
-NUM_CHAINS = 20
+NUM_CHAINS = 12
 LENGTH = 10
 
 
