@@ -135,7 +135,8 @@ class Index:
 
     def commit(self, rows: IntArray) -> None:
         """The blocks, which were being written or rising, are immutable and in memory."""
-        assert np.isin(self._columns.state[rows], (State.WRITING, State.RISING)).all()
+        states = self._columns.state[rows]
+        assert ((states == State.WRITING) | (states == State.RISING)).all()
         self._columns.state[rows] = State.COMMITTED
         self._settled(rows)
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import structlog
 
-from kvstore.types import HashArray, IntArray
+from kvstore.types import HashArray, IntArray, Namespace
 from kvstore_server.level import State
 from kvstore_server.store import Store
 from kvstore_server.threads import in_thread
@@ -25,7 +25,10 @@ from kvstore_server.values import Rise, Space
 log = structlog.get_logger()
 
 BATCH_BYTES: Final = 64 << 20  # of one write: large enough that flushing it costs little
-PIECE_BYTES: Final = 8 << 20  # of one read: followers hear of its blocks when it is there
+WRITES_AT_ONCE: Final = 2  # so that one writes while the other is flushed and entered into the catalog
+LINGER_S: Final = 0.05  # what a small batch waits for more: each has its price, whatever its size
+FIRST_PIECE_BYTES: Final = 8 << 20  # of one read: followers hear of its blocks when it is there
+PIECE_BYTES: Final = 32 << 20  # of those that come after it
 READS_AT_ONCE: Final = 2
 BACKLOG_BYTES: Final = 4 << 30  # waiting to be written; more stays in memory only
 
@@ -52,6 +55,10 @@ class Spill:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._hurry = asyncio.Event()  # somebody waits for all to be written
+        self._making_room = asyncio.Lock()
+        self._in_flight: set[tuple[Namespace, int]] = set()  # rows being written
+        self._spaces: set[Namespace] = set()  # that the disk knows
         self._reads = asyncio.Semaphore(READS_AT_ONCE)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -98,22 +105,38 @@ class Spill:
 
     async def run(self) -> None:
         """Writes and forgets, until cancelled."""
-        while True:
-            await self._work.wait()
-            try:
-                while self._to_forget:
-                    await self._forget(*self._to_forget.popleft())
-                if self._waiting:
-                    await self._write_down(self._next_batch())
-            except DiskFailed as error:
-                self._fail(error)
-            if not self._waiting and not self._to_forget:
-                self._work.clear()
-                self._idle.set()
+        writing: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                await self._work.wait()
+                try:
+                    while self._to_forget:  # before any write that could bring the same blocks back
+                        await self._forget(*self._to_forget.popleft())
+                    await self._linger()
+                    while self._waiting and len(writing) < WRITES_AT_ONCE:
+                        writing.add(asyncio.create_task(self._write_down(self._next_batch())))
+                    if writing:
+                        done, writing = await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
+                        for task in done:
+                            task.result()
+                except DiskFailed as error:
+                    self._fail(error)
+                if not (self._waiting or self._to_forget or writing):
+                    self._work.clear()
+                    self._idle.set()
+        finally:
+            await asyncio.gather(*writing, return_exceptions=True)
+
+    async def _linger(self) -> None:
+        """There is a whole batch to write, or it is time to write what there is."""
+        if self._waiting and self._backlog_bytes < BATCH_BYTES and not self._hurry.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), LINGER_S)
 
     async def flush(self, timeout_s: float) -> bool:
         """What was stored is on disk; False, if not all of it in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
+        self._hurry.set()
         while not self._idle.is_set():
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
@@ -147,17 +170,26 @@ class Spill:
     async def _write_down(self, batch: _Waiting) -> None:
         space, index = batch.space, batch.space.index
         rows = batch.rows[self._unchanged(batch) & ~index.disk.has(batch.rows)]
+        names = [(space.namespace, row) for row in rows.tolist()]
+        if not self._in_flight.isdisjoint(names):  # lost and stored again while it is being written: once is enough
+            fresh = np.array([name not in self._in_flight for name in names])
+            rows, names = rows[fresh], [name for name in names if name not in self._in_flight]
         index.lease(rows)  # so that their slots stay theirs
+        self._in_flight.update(names)
         try:
             if len(rows):
                 await self._write(_Waiting(space, rows, index.generations(rows)))
         finally:
+            self._in_flight.difference_update(names)
             index.unlease(rows)
 
     async def _write(self, batch: _Waiting) -> None:
         space, index, tier = batch.space, batch.space.index, self._store.tier
-        await in_thread(self._disk.open_space, space.spec)
-        slots = await self._make_room(space, len(batch.rows))
+        async with self._making_room:  # what another batch drops for it is forgotten before this one can write it
+            if space.namespace not in self._spaces:
+                await in_thread(self._disk.open_space, space.spec)
+                self._spaces.add(space.namespace)
+            slots = await self._make_room(space, len(batch.rows))
         self._store.counters.blocks_unwritten += len(batch.rows) - len(slots)
         rows = batch.rows[: len(slots)]
         if not len(rows):
@@ -251,6 +283,8 @@ class Spill:
 
 
 def _pieces(rise: Rise) -> Iterator[Rise]:
-    step = max(1, PIECE_BYTES // rise.space.spec.block_bytes)
-    for first in range(0, len(rise.rows), step):
+    first, size_bytes = 0, FIRST_PIECE_BYTES
+    while first < len(rise.rows):
+        step = max(1, size_bytes // rise.space.spec.block_bytes)
         yield rise[first : first + step]
+        first, size_bytes = first + step, PIECE_BYTES

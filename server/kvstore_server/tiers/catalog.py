@@ -30,6 +30,7 @@ from kvstore_server.tiers.records import FORMAT_VERSION
 # A block takes about 130 bytes in a full page of the catalog; 450 were measured, with half empty pages and those that
 # large transactions replaced. The map is address space, which is cheap: the file grows as it is used.
 MAP_BYTES_PER_BLOCK: Final = 1024
+_READ_BYTES: Final = 4 << 20
 MIN_MAP_BYTES: Final = 64 << 20
 
 SPARE_BYTES: Final = 1 << 20  # a file system with less than this is full, to a transaction of many pages
@@ -106,6 +107,10 @@ class Catalog:
 
     def load(self) -> Contents:
         """What is there. Raises: OSError."""
+        # Read in one go: LMDB would fetch it page by page, at a quarter of the speed from a disk at rest.
+        with self._errors(), (self._directory / "data.mdb").open("rb", buffering=0) as file:
+            while file.read(_READ_BYTES):
+                pass
         with self._errors(), self._environment.begin() as transaction:
             tables = {name: list(transaction.cursor(self._tables[name])) for name in (SPACES, SLABS, BLOCKS)}
         garbled: list[tuple[Table, bytes]] = []
