@@ -54,13 +54,11 @@ class Scrubber:
         rows = rows[index.disk.has(rows)]
         if not len(rows):
             return 0
-        index.lease(rows)  # so that their slots on disk stay theirs
-        try:
-            good = await in_thread(self._read, space, index.hashes_of(rows), index.disk.slots(rows))
-        finally:
-            index.unlease(rows)
-        bad = rows[~good]
-        bad = bad[index.disk.has(bad)]  # some may have been cleared meanwhile
+        checked, slots = index.hashes_of(rows), index.disk.slots(rows)
+        good = await in_thread(self._read, space, checked, slots)
+        # Nothing held them meanwhile: what is not where it was says nothing.
+        there = (index.find(checked) == rows) & (index.disk.slots(rows) == slots)
+        bad = rows[~good & there]
         if len(bad):
             log.error("blocks on disk had gone bad and were dropped", blocks=len(bad))
             self._spill.forgotten(space, *self._store.lose_below(space, bad))

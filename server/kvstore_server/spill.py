@@ -55,6 +55,7 @@ class Spill:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._postponed = False  # what is to be forgotten waits until there is something else to do, too
         self._hurry = asyncio.Event()  # somebody waits for all to be written
         self._making_room = asyncio.Lock()
         self._in_flight: set[tuple[Namespace, int]] = set()  # rows being written
@@ -110,18 +111,22 @@ class Spill:
             while True:
                 await self._work.wait()
                 try:
-                    while self._to_forget:  # before any write that could bring the same blocks back
-                        await self._forget(*self._to_forget.popleft())
                     await self._linger()
+                    while self._to_forget:  # before any write that could bring the same blocks back
+                        await self._forget(*self._to_forget[0])
+                        self._to_forget.popleft()
                     while self._waiting and len(writing) < WRITES_AT_ONCE:
                         writing.add(asyncio.create_task(self._write_down(self._next_batch())))
                     if writing:
                         done, writing = await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
-                        for task in done:
-                            task.result()
+                        for error in filter(None, [task.exception() for task in done]):
+                            raise error
+                except DiskFull as error:
+                    self._postpone(error)
                 except DiskFailed as error:
                     self._fail(error)
-                if not (self._waiting or self._to_forget or writing):
+                if not (self._waiting or writing) and (self._postponed or not self._to_forget):
+                    self._postponed = False
                     self._work.clear()
                     self._idle.set()
         finally:
@@ -178,22 +183,42 @@ class Spill:
         self._in_flight.update(names)
         try:
             if len(rows):
-                await self._write(_Waiting(space, rows, index.generations(rows)))
+                await self._write(space, rows)
+        except DiskFailed as error:
+            self._store.counters.blocks_unwritten += len(rows)
+            if not isinstance(error, DiskFull):
+                raise
+            log.warning("disk full: blocks stay in memory only", blocks=len(rows), error=str(error))
         finally:
             self._in_flight.difference_update(names)
             index.unlease(rows)
 
-    async def _write(self, batch: _Waiting) -> None:
-        space, index, tier = batch.space, batch.space.index, self._store.tier
+    async def _write(self, space: Space, rows: IntArray) -> None:
+        generations = space.index.generations(rows)
+        try:
+            slots, hashes = await self._write_once(space, rows)
+        except DiskFull:  # no slab can be made now; there may be room in those that are there
+            slots, hashes = await self._write_once(space, rows)
+        self._store.counters.blocks_unwritten += len(rows) - len(slots)
+        written = _Waiting(space, rows[: len(slots)], generations[: len(slots)])
+        still = self._unchanged(written)
+        self._store.written(space, written.rows[still], slots[still])
+        if still.all():
+            return
+        lost = written.rows[~still]  # or cleared meanwhile, and maybe stored again
+        self._to_forget.append((space, hashes[~still], slots[~still]))
+        self._wake()
+        self.stored(space, lost[space.index.states(lost) == State.COMMITTED])
+
+    async def _write_once(self, space: Space, rows: IntArray) -> tuple[IntArray, HashArray]:
+        """As many of these blocks, which are leased, as there is room for are on disk: their slots and hashes there."""
+        index, tier = space.index, self._store.tier
         async with self._making_room:  # what another batch drops for it is forgotten before this one can write it
             if space.namespace not in self._spaces:
                 await in_thread(self._disk.open_space, space.spec)
                 self._spaces.add(space.namespace)
-            slots = await self._make_room(space, len(batch.rows))
-        self._store.counters.blocks_unwritten += len(batch.rows) - len(slots)
-        rows = batch.rows[: len(slots)]
-        if not len(rows):
-            return
+            slots = await self._make_room(space, len(rows))
+        rows = rows[: len(slots)]
         hashes, memory = index.hashes_of(rows), index.memory.slots(rows)
         try:
             await in_thread(
@@ -205,28 +230,24 @@ class Spill:
                 addresses=tier.addresses(memory),
                 checksums=tier.checksums(memory, num_parts=space.spec.num_parts),
             )
-        except DiskFailed as error:
-            self._store.counters.blocks_unwritten += len(rows)
-            if not isinstance(error, DiskFull):
-                raise
-            log.warning("disk full: blocks stay in memory only", blocks=len(rows), error=str(error))
+        except DiskFull:
             self._disk.free(slots)
-            return
-        still = self._unchanged(_Waiting(space, rows, batch.generations[: len(rows)]))
-        self._store.written(space, rows[still], slots[still])
-        if not still.all():  # lost or cleared meanwhile
-            await self._forget(space, hashes[~still], slots[~still])
+            raise
+        return slots, hashes
 
     async def _make_room(self, space: Space, count: int) -> IntArray:
         """Up to `count` slots on disk: free ones, those of a colder slab of others, those of our oldest blocks."""
         slots = self._disk.allocate(space.spec, count)
-        while len(slots) < count and await self._take_over(space):
-            slots = np.concatenate([slots, self._disk.allocate(space.spec, count - len(slots))])
-        if len(slots) == count:
-            return slots
-        hashes, freed = self._store.make_room_below(space, count - len(slots))
-        await self._forget(space, hashes, freed)
-        return np.concatenate([slots, self._disk.allocate(space.spec, count - len(slots))])
+        try:
+            while len(slots) < count and await self._take_over(space):
+                slots = np.concatenate([slots, self._disk.allocate(space.spec, count - len(slots))])
+            if len(slots) < count:
+                await self._forget_or_later(space, *self._store.make_room_below(space, count - len(slots)))
+                slots = np.concatenate([slots, self._disk.allocate(space.spec, count - len(slots))])
+        except DiskFull:
+            self._disk.free(slots)
+            raise
+        return slots
 
     async def _take_over(self, space: Space) -> bool:
         """There is room for one slab more, that of another namespace, whose every block was older than all of ours."""
@@ -234,11 +255,19 @@ class Spill:
         if found is None:
             return False
         owner, slab, hashes, slots = found
-        await self._forget(owner, hashes, slots)
+        await self._forget_or_later(owner, hashes, slots)
         self._disk.close_slab(slab)
         await in_thread(self._disk.delete_slab, slab)
         self._disk.slab_deleted(slab)
         return True
+
+    async def _forget_or_later(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
+        """As `_forget`; if there is no room even for that, it is tried again later. Raises: DiskFull, DiskFailed."""
+        try:
+            await self._forget(space, hashes, slots)
+        except DiskFull:
+            self._to_forget.append((space, hashes, slots))
+            raise
 
     async def _forget(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
         """A restart does not find these blocks, so their slots can be used for others."""
@@ -251,12 +280,21 @@ class Spill:
         index = batch.space.index
         return (index.states(batch.rows) == State.COMMITTED) & (index.generations(batch.rows) == batch.generations)
 
+    def _postpone(self, error: DiskFull) -> None:
+        """There is no room even to forget: what waits stays in memory only, and the rest is tried again later."""
+        log.warning("disk full: it cannot even forget; tried again with the next store", error=str(error))
+        self._drop_waiting()
+        self._postponed = True
+
     def _fail(self, error: DiskFailed) -> None:
         self.failure = str(error)
         log.error("disk tier disabled: the store goes on without it", error=str(error))
+        self._drop_waiting()
+        self._to_forget.clear()
+
+    def _drop_waiting(self) -> None:
         self._store.counters.blocks_unwritten += sum(len(one.rows) for one in self._waiting)
         self._waiting.clear()
-        self._to_forget.clear()
         self._backlog_bytes = 0
 
     # Reading.

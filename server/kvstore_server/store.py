@@ -184,7 +184,7 @@ class Store:
     def raise_up(self, space: Space, rows: IntArray) -> None:
         """As many of these cold blocks as there is room for are rising, and leased until they have `risen`."""
         index = space.index
-        rows = np.unique(rows)  # one block may be asked for twice
+        rows = rows[np.sort(np.unique(rows, return_index=True)[1])]  # each once; the first ones matter most
         with self._room.held(space, rows):
             slots = self._room.make(space, len(rows))
             rows = rows[: len(slots)]
@@ -200,6 +200,13 @@ class Store:
             for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)
         ]
         self.below.rise(Rise(space, rows, pendings, hashes, index.disk.slots(rows), self.tier.addresses(slots)))
+
+    def prefetch(self, space: Space, rows: IntArray) -> int:
+        """Of these blocks, a stored prefix, as many as there is room for are in memory or rising; how many lead."""
+        with self._room.held(space, rows):
+            self.raise_up(space, rows[space.index.states(rows) == State.COLD])
+        cold = np.flatnonzero(space.index.states(rows) == State.COLD)
+        return int(cold[0]) if len(cold) else len(rows)
 
     def risen(self, rise: Rise, good: BoolArray, checksums: AnyArray) -> None:
         """The bytes of the `good` ones are in their slots, with `[n, num_parts]` checksums; those are committed.
