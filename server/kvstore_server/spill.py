@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 BATCH_BYTES: Final = 64 << 20  # of one write: large enough that flushing it costs little
 WRITES_AT_ONCE: Final = 2  # so that one writes while the other is flushed and entered into the catalog
-LINGER_S: Final = 0.05  # what a small batch waits for more: each has its price, whatever its size
+LINGER_S: Final = 0.02  # what a small batch waits for more: each has its price, whatever its size
 FIRST_PIECE_BYTES: Final = 8 << 20  # of one read: followers hear of its blocks when it is there
 PIECE_BYTES: Final = 32 << 20  # of those that come after it
 READS_AT_ONCE: Final = 2
@@ -56,7 +56,8 @@ class Spill:
         self._idle = asyncio.Event()
         self._idle.set()
         self._postponed = False  # what is to be forgotten waits until there is something else to do, too
-        self._hurry = asyncio.Event()  # somebody waits for all to be written
+        self._hurried = False  # somebody waits for all to be written
+        self._enough = asyncio.Event()  # there is a whole batch to write, or no time to wait for one
         self._making_room = asyncio.Lock()
         self._in_flight: set[tuple[Namespace, int]] = set()  # rows being written
         self._spaces: set[Namespace] = set()  # that the disk knows
@@ -88,6 +89,8 @@ class Spill:
             return
         self._backlog_bytes += size_bytes
         self._waiting.append(_Waiting(space, rows, space.index.generations(rows)))
+        if self._backlog_bytes >= BATCH_BYTES:
+            self._enough.set()
         self._wake()
 
     def rise(self, rise: Rise) -> None:
@@ -134,14 +137,16 @@ class Spill:
 
     async def _linger(self) -> None:
         """There is a whole batch to write, or it is time to write what there is."""
-        if self._waiting and self._backlog_bytes < BATCH_BYTES and not self._hurry.is_set():
+        if self._waiting and self._backlog_bytes < BATCH_BYTES and not self._hurried:
+            self._enough.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), LINGER_S)
+                await asyncio.wait_for(self._enough.wait(), LINGER_S)
 
     async def flush(self, timeout_s: float) -> bool:
         """What was stored is on disk; False, if not all of it in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        self._hurry.set()
+        self._hurried = True
+        self._enough.set()
         while not self._idle.is_set():
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
