@@ -78,7 +78,7 @@ def test_a_follower_of_a_block_given_up_is_told_so_and_nothing_after(writes: Wri
     writes.follow(pending, follow, 0)
     writes.take(pending, writer=ONE, parts=0b01)
     writes.give_up(pending)
-    assert follow.failed == [0]
+    assert follow.failed == [(0, False)]
     writes.arrive(pending, 0b01)
     assert follow.arrived == []
     assert not writes.is_complete(pending)
