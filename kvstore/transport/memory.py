@@ -23,20 +23,20 @@ Move: TypeAlias = Callable[[AnyArray | None, AnyArray, AnyArray, AnyArray | None
 
 def copy_pieces(targets: IntArray, sources: IntArray, sizes: IntArray) -> None:
     """`sizes[i]` bytes at address `sources[i]` are at `targets[i]` too, for all i."""
-    _move(_u64(targets), _u64(sources), _u64(sizes), None)
+    _move(_packed(targets), _packed(sources), _packed(sizes), None)
 
 
 def copy_and_hash_pieces(targets: IntArray, sources: IntArray, sizes: IntArray) -> AnyArray:
     """As `copy_pieces`; returns `[n]` u64: the xxh3-64 of each source, taken right after it was copied."""
     checksums = np.empty(len(sources), np.uint64)
-    _move(_u64(targets), _u64(sources), _u64(sizes), checksums)
+    _move(_packed(targets), _packed(sources), _packed(sizes), checksums)
     return checksums
 
 
 def hash_pieces(addresses: IntArray, sizes: IntArray) -> AnyArray:
     """`[n]` u64: the xxh3-64 of `sizes[i]` bytes at each address."""
     checksums = np.empty(len(addresses), np.uint64)
-    _move(None, _u64(addresses), _u64(sizes), checksums)
+    _move(None, _packed(addresses), _packed(sizes), checksums)
     return checksums
 
 
@@ -46,7 +46,7 @@ def address_of(array: AnyArray) -> int:
     return address
 
 
-def _u64(values: IntArray) -> AnyArray:
+def _packed(values: IntArray) -> AnyArray:
     return np.ascontiguousarray(values, np.int64)
 
 

@@ -129,7 +129,7 @@ def bench_local(size: str, part: str, threads: int, rounds: int, as_json: bool) 
         )
     except KVStoreError as error:
         _fail(error)
-    click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(f"{k:20} {v}" for k, v in figures.items()))
+    _show(figures, as_json=as_json, width=20)
 
 
 @bench.command("disk", epilog="Example: kvstore bench disk --path /var/lib/kvstore --json")
@@ -158,7 +158,7 @@ def bench_disk(size: str, part: str, threads: int, rounds: int, path: Path, as_j
         )
     except KVStoreError as error:
         _fail(error)
-    click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(f"{k:26} {v}" for k, v in figures.items()))
+    _show(figures, as_json=as_json, width=26)
 
 
 @main.command(epilog="Example: kvstore demo --prompt-tokens 1600")
@@ -171,6 +171,11 @@ def demo(model_path: str | None, prompt_tokens: int, transport: str, as_json: bo
     from kvstore_server.commands.demo import run_demo
 
     raise SystemExit(run_demo(model_path, prompt_tokens, as_json, transport))
+
+
+def _show(figures: dict[str, float | int], *, as_json: bool, width: int) -> None:
+    lines = [f"{name:{width}} {value}" for name, value in figures.items()]
+    click.echo(json.dumps(figures, indent=2) if as_json else "\n".join(lines))
 
 
 def _fail(error: KVStoreError) -> NoReturn:

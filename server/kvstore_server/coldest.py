@@ -13,17 +13,18 @@ from kvstore_server.values import Space
 
 
 def coldest_slab(
-    space: Space, others: Iterable[Space], *, level_of: Callable[[Index], Level], arena: SlabArena, oldest: int
+    space: Space, others: Iterable[Space], *, level_of: Callable[[Index], Level], arena: SlabArena, oldest: int | None
 ) -> tuple[Space, SlabId, IntArray] | None:
     """The owner, the slab, and the rows in it; None, if no slab of others was last used before tick `oldest`.
 
-    Reads every row of every namespace. Nothing in the slab is held or moving, so all of it may go.
+    `oldest` None: whenever it was used. Reads every row of every namespace. Nothing in the slab is held or moving,
+    so all of it may go.
     """
     best: tuple[int, Space, SlabId] | None = None
     for other in others:
         if other is not space:
             for newest, slab in _coldness(other, level_of(other.index), arena):
-                if newest < oldest and (best is None or newest < best[0]):
+                if (oldest is None or newest < oldest) and (best is None or newest < best[0]):
                     best = (newest, other, slab)
     if best is None:
         return None

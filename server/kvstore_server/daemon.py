@@ -66,10 +66,9 @@ class Daemon:
         )
         self._private: tempfile.TemporaryDirectory[str] | None = None  # of the shm socket, if there is no unix socket
         self._shm_path = self._choose_shm_path()
-        self.disk = self._open_disk()
-        self.spill = Spill(self.store, self.disk) if self.disk is not None else None
-        if self.spill is not None:
-            self.store.below = self.spill
+        self._spill = self._open_disk()
+        if self._spill is not None:
+            self.store.below = self._spill
         self.service = StoreService(
             self.store,
             self._mover,
@@ -98,8 +97,8 @@ class Daemon:
     async def start(self) -> None:
         """The daemon listens on all its addresses. Raises: StoreUnavailable, if one of them is taken."""
         raise_descriptor_limit()
-        if self.disk is not None and self.spill is not None:
-            self._restore(self.disk, self.spill)
+        if self._spill is not None:
+            self._restore(self._spill)
         self._server = grpc.aio.server(options=_OPTIONS)
         kvstore_pb2_grpc.add_StoreServicer_to_server(self.service, self._server)
         kvstore_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
@@ -130,20 +129,20 @@ class Daemon:
         await asyncio.gather(self._reaper, return_exceptions=True)
         self._descriptors.close()
         await asyncio.to_thread(self._mover.close)
-        if self.disk is not None and self.spill is not None:
-            await self._close_disk(self.disk, self.spill)
+        if self._spill is not None:
+            await self._close_disk(self._spill)
         if self.settings.prefault:
             await asyncio.to_thread(self._prefault.join)
         self.tier.close()
         self._remove_files()
         log.info("stopped")
 
-    def _open_disk(self) -> DiskTier | None:
+    def _open_disk(self) -> Spill | None:
         settings = self.settings
         if not settings.disk_path:
             return None
         try:
-            return DiskTier(
+            disk = DiskTier(
                 Path(settings.disk_path),
                 capacity_bytes=settings.disk_capacity,
                 slab_bytes=settings.slab_bytes,
@@ -152,21 +151,22 @@ class Daemon:
             )
         except DiskFailed as error:
             raise StoreUnavailable(f"disk tier: {error}") from None
+        return Spill(self.store, disk)
 
-    def _restore(self, disk: DiskTier, spill: Spill) -> None:
+    def _restore(self, spill: Spill) -> None:
         started = time.monotonic()
         try:
-            num_blocks = spill.restore(disk.recover())
+            num_blocks = spill.restore(spill.disk.recover())
         except DiskFailed as error:
             raise StoreUnavailable(f"disk tier: {error}") from None
         seconds = round(time.monotonic() - started, 2)
         log.info("disk tier: restored", directory=self.settings.disk_path, blocks=num_blocks, seconds=seconds)
         self._below = [asyncio.create_task(spill.run())]
         if self.settings.disk_scrub_bytes_s:
-            scrubber = Scrubber(self.store, disk, spill, bytes_per_s=self.settings.disk_scrub_bytes_s)
+            scrubber = Scrubber(self.store, spill, bytes_per_s=self.settings.disk_scrub_bytes_s)
             self._below.append(asyncio.create_task(scrubber.run()))
 
-    async def _close_disk(self, disk: DiskTier, spill: Spill) -> None:
+    async def _close_disk(self, spill: Spill) -> None:
         """What exists only in memory is on disk, as far as the time allows."""
         if not await spill.flush(self.settings.stop_timeout_s):
             log.warning("not all was flushed to disk in time", left_mib=spill.backlog_bytes >> 20)
@@ -174,7 +174,7 @@ class Daemon:
             task.cancel()
         await asyncio.gather(*self._below, return_exceptions=True)
         await spill.quiesce()
-        await asyncio.to_thread(disk.close)
+        await asyncio.to_thread(spill.disk.close)
 
     def _remove_files(self) -> None:
         if self.settings.unix_socket:
@@ -224,8 +224,7 @@ class Daemon:
         nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
         log.info("kvstore is ready", version=self._version, boot_id=self.boot_id.hex(), listening=self.addresses)
         log.info("memory: cpu tier", capacity=_gib(settings.cpu_capacity), slab=_gib(settings.slab_bytes))
-        if self.disk is not None:
-            shown = self.disk.statistics()
+        for shown in self.store.below.statistics():
             log.info("disk tier", directory=settings.disk_path, capacity=_gib(shown.capacity_bytes), io=shown.pages)
         log.info("memory: huge pages asked for", granted=shmem_pages())
         log.info("memory: page lock", state=self._page_lock_reason)

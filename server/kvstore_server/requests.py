@@ -187,9 +187,10 @@ class Requests:
     async def _drop_corrupt(self, space: Space, hashes: HashArray) -> dict[int, KVStoreError]:
         """Blocks that do not match their checksums are dropped; errors of these, and of those not stored."""
         rows = space.index.find(hashes)
-        committed = space.index.states(rows) == State.COMMITTED
+        states = space.index.states(rows)
+        committed = states == State.COMMITTED
         errors: dict[int, KVStoreError] = {}
-        for position in np.flatnonzero(space.index.states(rows) < State.COMMITTED).tolist():
+        for position in np.flatnonzero(states < State.COMMITTED).tolist():
             errors[position] = BlockMissing(f"block {hashes[position].tobytes().hex()[:12]}…: not stored; recompute")
         if not self._checksums:
             return errors

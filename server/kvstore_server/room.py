@@ -83,7 +83,7 @@ class Room:
             self._spaces.values(),
             level_of=lambda index: index.memory,
             arena=self.tier.arena,
-            oldest=self._ticks.now + 1 if oldest is None else oldest,
+            oldest=oldest,
         )
         if found is None:
             return False
@@ -104,9 +104,9 @@ class Room:
         index = space.index
         hashes = index.hashes_of(rows)
         below = rows[index.disk.has(rows)]
-        forgotten, freed = index.hashes_of(below), index.disk.slots(below)
+        forgotten = index.hashes_of(below)
         self.free(space, index.leave_memory(rows[index.memory.has(rows)]))
-        index.leave_disk(below)
+        freed = index.leave_disk(below)
         if len(below):
             self._on_forgotten(space, forgotten, freed)
         self.tell_removed(space, hashes)

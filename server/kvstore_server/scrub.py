@@ -13,7 +13,6 @@ from kvstore_server.level import State
 from kvstore_server.spill import Spill
 from kvstore_server.store import Store
 from kvstore_server.threads import in_thread
-from kvstore_server.tiers.disk import DiskTier
 from kvstore_server.tiers.records import PAGE_BYTES
 from kvstore_server.values import Space
 
@@ -26,9 +25,8 @@ PAUSE_S: Final = 1.0  # between two rounds
 class Scrubber:
     """Checks `bytes_per_s` of the blocks of one store that lie on disk, again and again. Runs on the daemon's loop."""
 
-    def __init__(self, store: Store, disk: DiskTier, spill: Spill, *, bytes_per_s: int) -> None:
+    def __init__(self, store: Store, spill: Spill, *, bytes_per_s: int) -> None:
         self._store = store
-        self._disk = disk
         self._spill = spill
         self._bytes_per_s = bytes_per_s
 
@@ -69,5 +67,5 @@ class Scrubber:
         stride = -(-space.spec.block_bytes // PAGE_BYTES) * PAGE_BYTES
         scratch = np.frombuffer(mmap.mmap(-1, len(slots) * stride), np.uint8)
         addresses = address_of(scratch) + stride * np.arange(len(slots), dtype=np.int64)
-        good, _ = self._disk.read(space.spec, slots=slots, hashes=hashes, addresses=addresses)
+        good, _ = self._spill.disk.read(space.spec, slots=slots, hashes=hashes, addresses=addresses)
         return good

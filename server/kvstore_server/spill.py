@@ -9,12 +9,13 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import structlog
 
 from kvstore.types import HashArray, IntArray, Namespace
+from kvstore_server.eviction import BoolArray
 from kvstore_server.level import State
 from kvstore_server.store import Store
 from kvstore_server.threads import in_thread
@@ -47,8 +48,8 @@ class Spill:
 
     def __init__(self, store: Store, disk: DiskTier) -> None:
         self.failure = ""  # why the disk is not used any more
+        self.disk = disk
         self._store = store
-        self._disk = disk
         self._waiting: deque[_Waiting] = deque()
         self._backlog_bytes = 0
         self._to_forget: deque[tuple[Space, HashArray, IntArray]] = deque()
@@ -62,7 +63,7 @@ class Spill:
         self._in_flight: set[tuple[Namespace, int]] = set()  # rows being written
         self._spaces: set[Namespace] = set()  # that the disk knows
         self._reads = asyncio.Semaphore(READS_AT_ONCE)
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # reads
 
     def __repr__(self) -> str:
         state = f"failed: {self.failure}" if self.failure else f"{self._backlog_bytes} bytes to write"
@@ -95,10 +96,12 @@ class Spill:
 
     def rise(self, rise: Rise) -> None:
         for piece in _pieces(rise):
-            self._start(self._bring_up(piece))
+            task = asyncio.create_task(self._bring_up(piece))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def statistics(self) -> list[TierStatistics]:
-        return [self._disk.statistics()]
+        return [self.disk.statistics()]
 
     def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
         if not self.failure:  # else nothing is written there any more that could meet what is left
@@ -167,9 +170,10 @@ class Spill:
         first = self._waiting.popleft()
         space = first.space
         most = max(1, BATCH_BYTES // space.spec.block_bytes)
-        taken = [first]
-        while sum(len(one.rows) for one in taken) < most and self._waiting and self._waiting[0].space is space:
+        taken, num_rows = [first], len(first.rows)
+        while num_rows < most and self._waiting and self._waiting[0].space is space:
             taken.append(self._waiting.popleft())
+            num_rows += len(taken[-1].rows)
         rows = np.concatenate([one.rows for one in taken])
         generations = np.concatenate([one.generations for one in taken])
         if len(rows) > most:
@@ -220,14 +224,14 @@ class Spill:
         index, tier = space.index, self._store.tier
         async with self._making_room:  # what another batch drops for it is forgotten before this one can write it
             if space.namespace not in self._spaces:
-                await in_thread(self._disk.open_space, space.spec)
+                await in_thread(self.disk.open_space, space.spec)
                 self._spaces.add(space.namespace)
             slots = await self._make_room(space, len(rows))
         rows = rows[: len(slots)]
         hashes, memory = index.hashes_of(rows), index.memory.slots(rows)
         try:
             await in_thread(
-                self._disk.write,
+                self.disk.write,
                 space.spec,
                 slots=slots,
                 hashes=hashes,
@@ -236,34 +240,34 @@ class Spill:
                 checksums=tier.checksums(memory, num_parts=space.spec.num_parts),
             )
         except DiskFull:
-            self._disk.free(slots)
+            self.disk.free(slots)
             raise
         return slots, hashes
 
     async def _make_room(self, space: Space, count: int) -> IntArray:
         """Up to `count` slots on disk: free ones, those of a colder slab of others, those of our oldest blocks."""
-        slots = self._disk.allocate(space.spec, count)
+        slots = self.disk.allocate(space.spec, count)
         try:
             while len(slots) < count and await self._take_over(space):
-                slots = np.concatenate([slots, self._disk.allocate(space.spec, count - len(slots))])
+                slots = np.concatenate([slots, self.disk.allocate(space.spec, count - len(slots))])
             if len(slots) < count:
                 await self._forget_or_later(space, *self._store.make_room_below(space, count - len(slots)))
-                slots = np.concatenate([slots, self._disk.allocate(space.spec, count - len(slots))])
+                slots = np.concatenate([slots, self.disk.allocate(space.spec, count - len(slots))])
         except DiskFull:
-            self._disk.free(slots)
+            self.disk.free(slots)
             raise
         return slots
 
     async def _take_over(self, space: Space) -> bool:
         """There is room for one slab more, that of another namespace, whose every block was older than all of ours."""
-        found = self._store.empty_slab_below(space, self._disk.arena)
+        found = self._store.empty_slab_below(space, self.disk.arena)
         if found is None:
             return False
         owner, slab, hashes, slots = found
         await self._forget_or_later(owner, hashes, slots)
-        self._disk.close_slab(slab)
-        await in_thread(self._disk.delete_slab, slab)
-        self._disk.slab_deleted(slab)
+        self.disk.close_slab(slab)
+        await in_thread(self.disk.delete_slab, slab)
+        self.disk.slab_deleted(slab)
         return True
 
     async def _forget_or_later(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
@@ -277,13 +281,16 @@ class Spill:
     async def _forget(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
         """A restart does not find these blocks, so their slots can be used for others."""
         if len(hashes):
-            await in_thread(self._disk.forget, space.spec, hashes)
-            self._disk.free(slots)
+            await in_thread(self.disk.forget, space.spec, hashes)
+            self.disk.free(slots)
 
-    def _unchanged(self, batch: _Waiting) -> Any:
+    def _unchanged(self, batch: _Waiting) -> BoolArray:
         """`[n]` bool: which of these blocks are still in memory, as they were."""
         index = batch.space.index
-        return (index.states(batch.rows) == State.COMMITTED) & (index.generations(batch.rows) == batch.generations)
+        unchanged: BoolArray = (index.states(batch.rows) == State.COMMITTED) & (
+            index.generations(batch.rows) == batch.generations
+        )
+        return unchanged
 
     def _postpone(self, error: DiskFull) -> None:
         """There is no room even to forget: what waits stays in memory only, and the rest is tried again later."""
@@ -307,18 +314,13 @@ class Spill:
     async def _bring_up(self, piece: Rise) -> None:
         async with self._reads:
             good, checksums = await in_thread(
-                self._disk.read,
+                self.disk.read,
                 piece.space.spec,
                 slots=piece.disk_slots,
                 hashes=piece.hashes,
                 addresses=piece.addresses,
             )
         self._store.risen(piece, good, checksums)
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _wake(self) -> None:
         self._idle.clear()

@@ -182,15 +182,17 @@ class Store:
         return Loaded(leased, Location(slabs, places, generations), errors, writing)
 
     def raise_up(self, space: Space, rows: IntArray) -> None:
-        """As many of these cold blocks as there is room for are rising, and leased until they have `risen`."""
+        """As many of these cold blocks as there is room for are rising, and leased until they have `risen`.
+
+        The caller holds them, so that making room does not drop them.
+        """
         index = space.index
         rows = rows[np.sort(np.unique(rows, return_index=True)[1])]  # each once; the first ones matter most
-        with self._room.held(space, rows):
-            slots = self._room.make(space, len(rows))
-            rows = rows[: len(slots)]
-            index.lease(rows)
+        slots = self._room.make(space, len(rows))
+        rows = rows[: len(slots)]
         if not len(rows):
             return
+        index.lease(rows)
         hashes, generations = index.hashes_of(rows), self._next_generations(len(rows))
         index.rise(rows, slots=slots, generations=generations)
         self.tier.publish(slots, generations=generations, hashes=hashes, used_bytes=space.spec.block_bytes)
@@ -379,26 +381,20 @@ class Store:
         Returns its owner, its id, their hashes and slots; None, if there is none.
         """
         oldest = oldest_use(space, space.index.disk)
-        found = coldest_slab(
-            space,
-            self.spaces.values(),
-            level_of=lambda index: index.disk,
-            arena=arena,
-            oldest=self._ticks.now + 1 if oldest is None else oldest,
-        )
+        found = coldest_slab(space, self.spaces.values(), level_of=lambda index: index.disk, arena=arena, oldest=oldest)
         if found is None:
             return None
         owner, slab, rows = found
-        hashes, slots = self.leave_disk(owner, rows)
+        hashes, slots = self._leave_disk(owner, rows)
         self.counters.blocks_dropped += len(hashes)
         return owner, slab, hashes, slots
 
     def lose_below(self, space: Space, rows: IntArray) -> tuple[HashArray, IntArray]:
         """The copies on disk of these blocks are wrong and have left it, whoever holds them; their hashes and slots."""
         self.counters.blocks_lost += len(rows)
-        return self.leave_disk(space, rows)
+        return self._leave_disk(space, rows)
 
-    def leave_disk(self, space: Space, rows: IntArray) -> tuple[HashArray, IntArray]:
+    def _leave_disk(self, space: Space, rows: IntArray) -> tuple[HashArray, IntArray]:
         """These blocks are not on disk any more; those that are not in memory are gone. Their hashes and slots."""
         index = space.index
         hashes, gone = index.hashes_of(rows), index.hashes_of(rows[~index.memory.has(rows)])

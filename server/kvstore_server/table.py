@@ -56,7 +56,7 @@ class HashTable:
         num_places = _PLACES_PER_ROW * num_rows
         self._mask = num_places - 1
         self._shift = np.uint64(64 - self._mask.bit_length())
-        self._rebuild(used)
+        self.rebuild(used)
 
     def find(self, hashes: HashArray) -> IntArray:
         """`[n]` rows, NONE where the hash is not known."""
@@ -88,7 +88,9 @@ class HashTable:
 
     def rebuild(self, used: IntArray) -> None:
         """No place is gone any more; `used` are the rows that have a hash."""
-        self._rebuild(used)
+        self._rows = np.full(self._mask + 1, _EMPTY, np.int32)
+        self._num_empty = len(self._rows)
+        self._settle(used, self._home(self._words[used]))
 
     def hashes_of(self, rows: IntArray) -> HashArray:
         """`[n]` hashes of rows that have one."""
@@ -133,11 +135,6 @@ class HashTable:
         """`[n]`: the place at which the search for each hash begins."""
         mixed: AnyArray = (words @ self._factors) >> self._shift
         return mixed.astype(np.int64)
-
-    def _rebuild(self, used: IntArray) -> None:
-        self._rows = np.full(self._mask + 1, _EMPTY, np.int32)
-        self._num_empty = len(self._rows)
-        self._settle(used, self._home(self._words[used]))
 
     def _settle(self, rows: IntArray, place: AnyArray) -> None:
         """Each row is put into the first free place from `place` on."""

@@ -180,7 +180,7 @@ def test_a_block_that_has_gone_bad_is_dropped_by_the_scrubber(tmp_path: Path) ->
             hashes = chain(4, of=A)
             space = at.put(A, hashes)
             await at.settle()
-            scrubber = Scrubber(at.store, at.disk, at.spill, bytes_per_s=1 << 30)
+            scrubber = Scrubber(at.store, at.spill, bytes_per_s=1 << 30)
             assert await scrubber.check(space, records(hashes)) == 4 * A.block_bytes
             assert at.store.counters.blocks_lost == 0
             flip_a_bit_of(block_bytes(A, hashes[2]).tobytes()[:64], tmp_path)
