@@ -9,18 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Final, TypeAlias
-
-import grpc
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvstore.errors import KVStoreError, StoreBug, StoreTimeout, StoreUnavailable, error_of
 from kvstore.types import BootId, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.v1.kvstore_pb2_grpc import StoreStub
 from kvstore.wire import error_from_status
 from kvstore_client.breaker import Breaker
 from kvstore_client.exchange import Exchange
 from kvstore_client.options import Counters
+
+if TYPE_CHECKING:
+    import grpc
 
 Answer: TypeAlias = pb.ServerMessage | KVStoreError
 OnAnswer: TypeAlias = Callable[[Answer], None]  # runs on the reader thread: must neither block nor raise
@@ -52,12 +52,14 @@ class Session:
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        channel: "grpc.Channel",
         *,
         breaker: Breaker,
         counters: Counters,
         on_retired: Callable[["Session", list[int]], None],
     ) -> None:
+        from kvstore.v1.kvstore_pb2_grpc import StoreStub
+
         self._breaker = breaker
         self._counters = counters
         self._on_retired = on_retired
@@ -266,6 +268,8 @@ class Session:
     # The reader thread.
 
     def _read(self) -> None:
+        import grpc
+
         try:
             for message in self._stream:
                 self.heard_at = time.monotonic()

@@ -19,6 +19,10 @@ def test_importing_the_client_brings_neither_engine_nor_server() -> None:
     assert not loaded & unwanted
 
 
+def test_grpc_is_imported_when_a_client_connects_and_not_before() -> None:
+    assert "grpc" not in modules_after("import kvstore_client")
+
+
 def test_importing_the_client_brings_no_adapter() -> None:
     assert not [name for name in modules_after("import kvstore_client") if "adapters" in name]
 
