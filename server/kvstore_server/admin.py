@@ -94,7 +94,8 @@ class AdminService:
         self._clock = clock
         self._started_at = clock()
 
-    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+    def stats(self) -> pb.StatsReply:
+        """What the daemon is doing at this moment."""
         now = self._clock()
         indexes = [space.index for space in self._store.spaces.values()]
         return pb.StatsReply(
@@ -125,6 +126,9 @@ class AdminService:
             ],
             draining=self._service.draining,
         )
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        return self.stats()
 
     async def Namespaces(self, request: pb.NamespacesRequest, context: Any) -> pb.NamespacesReply:
         return pb.NamespacesReply(

@@ -5,8 +5,9 @@ import gc
 import json
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NoReturn, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 import click
 
@@ -31,6 +32,7 @@ def main() -> None:
 @click.option("--unix-socket", help="Path of the unix socket; empty for none.")
 @click.option("--tcp-host", help="Loopback address to listen on.")
 @click.option("--tcp-port", type=int, help="TCP port; 0 for none.")
+@click.option("--metrics-port", type=int, help="Port of GET /metrics, for Prometheus; 0 for none.")
 @click.option("--cpu-capacity", help='Size of the cpu tier, such as "8GiB".')
 @click.option("--slab-bytes", help='Size of one slab, such as "64MiB".')
 @click.option("--copy-threads", type=int, help="Threads that copy.")
@@ -88,10 +90,15 @@ def status(address: str, as_json: bool) -> None:
     click.echo(json.dumps(shown, indent=2) if as_json else render(shown))
 
 
+_token_file = click.option(
+    "--token-file", type=click.File(), help="Holds a token for all tenants, where the daemon asks for one."
+)
+
+
 @main.command(epilog="Example: kvstore clear unix:/run/kvstore/kvstore.sock --namespace 3f9c...")
 @click.argument("address", default=DEFAULT_ADDRESS)
 @click.option("--namespace", default="", help="64 hex digits; all namespaces if not given.")
-@click.option("--token-file", type=click.File(), help="Holds a token for all tenants, where the daemon asks for one.")
+@_token_file
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def clear(address: str, namespace: str, token_file: TextIO | None, as_json: bool) -> None:
     """Remove committed blocks that are neither leased nor pinned."""
@@ -103,6 +110,55 @@ def clear(address: str, namespace: str, token_file: TextIO | None, as_json: bool
         _fail(error)
     result = {"blocks_removed": removed, "blocks_kept": kept}
     click.echo(json.dumps(result) if as_json else f"{removed} blocks removed, {kept} kept (leased or pinned)")
+
+
+def _pin_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What `pin` and `unpin` take."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        _token_file,
+        click.option(
+            "--hashes",
+            required=True,
+            type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+            help="Block hashes, one a line, in hex; - for standard input.",
+        ),
+        click.option("--namespace", required=True, help="Its first hex digits, as many as tell it from the others."),
+        click.argument("address", default=DEFAULT_ADDRESS),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command(epilog="Example: kvstore pin --namespace 3f9c --hashes system-prompt.txt")
+@_pin_options
+def pin(**arguments: Any) -> None:
+    """Keep blocks of the daemon at ADDRESS from being evicted, until `kvstore unpin` or a restart."""
+    _set_pinned(**arguments, pinned=True)
+
+
+@main.command(epilog="Example: kvstore unpin --namespace 3f9c --hashes - < system-prompt.txt")
+@_pin_options
+def unpin(**arguments: Any) -> None:
+    """Undo `kvstore pin`."""
+    _set_pinned(**arguments, pinned=False)
+
+
+def _set_pinned(
+    *, address: str, namespace: str, hashes: str, token_file: TextIO | None, as_json: bool, pinned: bool
+) -> None:
+    from kvstore_server.commands.pin import read_hashes, set_pinned
+
+    try:
+        with click.open_file(hashes, encoding="utf-8", errors="replace") as lines:  # so that any bytes can be shown
+            wanted = read_hashes(lines, where=hashes)
+        token = token_file.read().strip() if token_file else ""
+        count = set_pinned(address, namespace, wanted, pinned=pinned, token=token)
+    except KVStoreError as error:
+        _fail(error)
+    word, missing = "pinned" if pinned else "unpinned", len(wanted) - count
+    result = {f"blocks_{word}": count, "blocks_missing": missing}
+    click.echo(json.dumps(result) if as_json else f"{count} blocks {word}, {missing} not stored")
 
 
 @main.group()

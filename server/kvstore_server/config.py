@@ -19,6 +19,7 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "TI": 1 << 40,
 }
 ENVIRONMENT_PREFIX: Final = "KVSTORE_"
+EVICTION_POLICIES: Final = ("lru", "lfu")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,12 +28,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     unix_socket: str = "/run/kvstore/kvstore.sock"  # "": none
     tcp_host: str = "127.0.0.1"  # loopback only: the control path is not encrypted
     tcp_port: int = 7311  # 0: none
+    metrics_port: int = 0  # on tcp_host, for Prometheus; 0: none
     cpu_capacity: int = 4 << 30
     slab_bytes: int = 64 << 20
     prefault: bool = True  # take all memory at the start, so that no store waits for it
     page_lock: bool = True  # with CUDA, where there is CUDA
     checksums: bool = True  # off is for benchmarks
     copy_threads: int = 2
+    eviction_policy: str = "lru"  # or "lfu": what was used often stays longer
     disk_path: str = ""  # a directory of this daemon's own; "": no disk tier
     disk_capacity: int = 16 << 30  # of the slab files there
     disk_reserve: int = 1 << 30  # stays free on that file system
@@ -54,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             self.tcp_host,
         )
         _expect(0 <= self.tcp_port < 65536, "tcp_port", "0 to 65535", self.tcp_port)
+        _expect(0 <= self.metrics_port < 65536, "metrics_port", "0 to 65535", self.metrics_port)
         _expect(self.slab_bytes >= 1 << 16, "slab_bytes", "at least 64 KiB", self.slab_bytes)
         _expect(
             self.cpu_capacity >= self.slab_bytes,
@@ -62,6 +66,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             self.cpu_capacity,
         )
         _expect(1 <= self.copy_threads <= 64, "copy_threads", "1 to 64", self.copy_threads)
+        policies = ", ".join(EVICTION_POLICIES)
+        _expect(
+            self.eviction_policy in EVICTION_POLICIES, "eviction_policy", f"one of {policies}", self.eviction_policy
+        )
         _expect(
             not self.disk_path or self.disk_capacity >= self.slab_bytes,
             "disk_capacity",

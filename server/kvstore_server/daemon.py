@@ -28,6 +28,7 @@ from kvstore.wire import MAX_MESSAGE_BYTES
 from kvstore_server.admin import AdminService, Journal
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
+from kvstore_server.metrics import DiskState, MetricsListener, Snapshot
 from kvstore_server.mover import Mover
 from kvstore_server.scrub import Scrubber
 from kvstore_server.service import StoreService
@@ -91,6 +92,7 @@ class Daemon:
             clock=time.monotonic,
         )
         self._descriptors = DescriptorSocket(self._shm_path, self.tier, self.service.session_of, self.service.call)
+        self._metrics: MetricsListener | None = None
         self._stop_prefault = threading.Event()
         self._version = version
 
@@ -106,6 +108,8 @@ class Daemon:
         names = [service.full_name for service in kvstore_pb2.DESCRIPTOR.services_by_name.values()]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._listen()
+        if self.settings.metrics_port:
+            await self._serve_metrics()
         self._descriptors.start()
         await self._server.start()
         for name in ["", *names]:
@@ -131,11 +135,29 @@ class Daemon:
         await asyncio.to_thread(self._mover.close)
         if self._spill is not None:
             await self._close_disk(self._spill)
+        if self._metrics is not None:  # until now, so that a flush can be watched
+            await asyncio.to_thread(self._metrics.close)
         if self.settings.prefault:
             await asyncio.to_thread(self._prefault.join)
         self.tier.close()
         self._remove_files()
         log.info("stopped")
+
+    async def _serve_metrics(self) -> None:
+        # In a thread: the listener looks up the name of its host.
+        self._metrics = await asyncio.to_thread(
+            MetricsListener,
+            self._snapshot,
+            host=self.settings.tcp_host,
+            port=self.settings.metrics_port,
+            loop=asyncio.get_running_loop(),
+        )
+        log.info("metrics", listening=self._metrics.url)
+
+    def _snapshot(self) -> Snapshot:
+        spill = self._spill
+        disk = None if spill is None else DiskState(spill.backlog_bytes, failed=bool(spill.failure))
+        return Snapshot(self._admin.stats(), disk)
 
     def _open_disk(self) -> Spill | None:
         settings = self.settings
