@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,35 @@ from kvstore.hashing import pack, unpack
 from kvstore.spec import KVSpec
 from kvstore.transport.memory import address_of, hash_pieces
 from kvstore.types import AnyArray, BlockHash, ByteArray, HashArray, IntArray
-from kvstore_server.tiers.disk import DiskTier, Files, Recovered
+from kvstore_server.table import NONE
+from kvstore_server.tiers.codec import Codec, load_blosc2
+from kvstore_server.tiers.disk import DiskTier, Files, Packed, Recovered
 from kvstore_server.tiers.records import PAGE_BYTES, RecordLayout, round_up
-from kvstore_server.tiers.slab import slab_of
 
 
-def open_tier(directory: Path, *, files: Files | None = None, capacity_bytes: int = 4 << 20, **fields: int) -> DiskTier:
+def open_tier(
+    directory: Path,
+    *,
+    files: Files | None = None,
+    capacity_bytes: int = 4 << 20,
+    codec: Codec = Codec.NONE,
+    **fields: int,
+) -> DiskTier:
     settings = {"slab_bytes": 400 << 10, "reserve_bytes": 0, "num_threads": 2, **fields}
-    return DiskTier(directory, capacity_bytes=capacity_bytes, files=files, **settings)
+    return DiskTier(directory, capacity_bytes=capacity_bytes, files=files, codec=lambda _: codec, **settings)
+
+
+def compressible(kv: KVSpec) -> KVSpec:
+    """Another namespace, whose blocks have structure (`contents`)."""
+    return replace(kv, dtype="bfloat16")
+
+
+def contents(kv: KVSpec, block_hash: BlockHash) -> ByteArray:
+    """`[block_bytes]`: what this block holds; like numbers of about one size, but for the blocks in RANDOM."""
+    held = block_bytes(kv, block_hash)
+    if kv.dtype != "uint8" and block_hash not in RANDOM:
+        held[1::2] = 0x3C
+    return held
 
 
 def memory(kv: KVSpec, count: int) -> tuple[ByteArray, IntArray]:
@@ -46,14 +68,39 @@ def parents_of(hashes: list[BlockHash]) -> HashArray:
     return unpack(pack([BlockHash(bytes(32)), *hashes])[: 32 * len(hashes)])
 
 
+def filled(kv: KVSpec, hashes: list[BlockHash]) -> tuple[ByteArray, IntArray]:
+    """`memory` with what these blocks hold."""
+    array, addresses = memory(kv, len(hashes))
+    for row, block_hash in zip(array, hashes, strict=True):
+        row[: kv.block_bytes] = contents(kv, block_hash)
+    return array, addresses
+
+
 def store(tier: DiskTier, kv: KVSpec, hashes: list[BlockHash], *, slots: IntArray | None = None) -> IntArray:
-    """The blocks, with the bytes that belong to them, are written; returns their slots."""
+    """The blocks, with the bytes that belong to them, are written, plain; returns their slots."""
     tier.open_space(kv)
     slots = tier.allocate(kv, len(hashes)) if slots is None else slots
     assert len(slots) == len(hashes)
-    array, addresses = memory(kv, len(hashes))
-    for row, block_hash in zip(array, hashes, strict=True):
-        row[: kv.block_bytes] = block_bytes(kv, block_hash)
+    _, addresses = filled(kv, hashes)
+    _write(tier, kv, hashes, slots, addresses)
+    return slots
+
+
+def store_packed(tier: DiskTier, kv: KVSpec, hashes: list[BlockHash], *, slots: IntArray | None = None) -> IntArray:
+    """As `store`, by the codec of the tier."""
+    tier.open_space(kv)
+    _, addresses = filled(kv, hashes)
+    packed = tier.pack(kv, addresses=addresses)
+    slots = tier.allocate_for(kv, packed) if slots is None else slots
+    assert len(slots) == len(hashes)
+    assert (slots != NONE).all()
+    _write(tier, kv, hashes, slots, addresses, packed=packed)
+    return slots
+
+
+def _write(
+    tier: DiskTier, kv: KVSpec, hashes: list[BlockHash], slots: IntArray, addresses: IntArray, **fields: Packed
+) -> None:
     tier.write(
         kv,
         slots=slots,
@@ -61,8 +108,8 @@ def store(tier: DiskTier, kv: KVSpec, hashes: list[BlockHash], *, slots: IntArra
         parents=parents_of(hashes),
         addresses=addresses,
         checksums=checksums_of(kv, addresses),
+        **fields,
     )
-    return slots
 
 
 def served(tier: DiskTier, kv: KVSpec, slots: IntArray, hashes: HashArray) -> list[bool]:
@@ -70,7 +117,7 @@ def served(tier: DiskTier, kv: KVSpec, slots: IntArray, hashes: HashArray) -> li
     array, addresses = memory(kv, len(slots))
     good, checksums = tier.read(kv, slots=slots, hashes=hashes, addresses=addresses)
     for row, block_hash, is_good in zip(array, hashes, good, strict=True):
-        expected = block_bytes(kv, BlockHash(block_hash.tobytes()))
+        expected = contents(kv, BlockHash(block_hash.tobytes()))
         assert not is_good or (row[: kv.block_bytes] == expected).all(), "another block was served"
     assert (checksums[good] == checksums_of(kv, addresses)[good]).all()
     return good.tolist()
@@ -218,49 +265,59 @@ class CacheFiles(Files):
 SMALL = spec(bytes_per_part=3000)
 LARGE = spec(bytes_per_part=60_000, model="large")
 FIRST, SECOND, THIRD, FOURTH = (chain(count, seed=seed) for seed, count in enumerate((5, 3, 2, 2), start=1))
+RANDOM = {FIRST[4], SECOND[0]}
 
 Say = Callable[[str, KVSpec, list[BlockHash]], None]
 
 
-def scenario(directory: Path, files: Files, say: Say) -> None:
-    """Writes, forgets, writes over, deletes a slab, restarts, writes; says what it was told is done."""
-    tier = open_tier(directory, files=files)
+def scenario(directory: Path, files: Files, say: Say, codec: Codec) -> None:
+    """Writes, forgets, writes over, deletes slabs, restarts, writes; says what it was told is done.
+
+    With a codec, blocks of several sizes.
+    """
+    small, large = (SMALL, LARGE) if codec is Codec.NONE else (compressible(SMALL), compressible(LARGE))
+    tier = open_tier(directory, files=files, codec=codec)
     try:
         tier.recover()
-        slots = store(tier, SMALL, FIRST)
-        say("stored", SMALL, FIRST)
-        large = store(tier, LARGE, SECOND)
-        say("stored", LARGE, SECOND)
+        slots = store_packed(tier, small, FIRST)
+        say("stored", small, FIRST)
+        more = store_packed(tier, large, SECOND)
+        say("stored", large, SECOND)
 
-        say("forgetting", SMALL, FIRST[:2])
-        tier.forget(SMALL, records(FIRST[:2]))
-        say("forgotten", SMALL, FIRST[:2])
+        say("forgetting", small, FIRST[:2])
+        tier.forget(small, records(FIRST[:2]))
+        say("forgotten", small, FIRST[:2])
         tier.free(slots[:2])
-        assert set(store(tier, SMALL, THIRD).tolist()) == set(slots[:2].tolist())
-        say("stored", SMALL, THIRD)
+        assert set(store_packed(tier, small, THIRD).tolist()) == set(slots[:2].tolist())
+        say("stored", small, THIRD)
 
-        say("forgetting", LARGE, SECOND)
-        tier.forget(LARGE, records(SECOND))
-        say("forgotten", LARGE, SECOND)
-        tier.free(large)
-        slab = slab_of(int(large[0]))
-        tier.close_slab(slab)
-        tier.delete_slab(slab)
-        tier.slab_deleted(slab)
+        say("forgetting", large, SECOND)
+        tier.forget(large, records(SECOND))
+        say("forgotten", large, SECOND)
+        tier.free(more)
+        empty = tier.empty_slabs(large)
+        assert len(empty) == (1 if codec is Codec.NONE else 2)
+        for slab in empty:
+            tier.close_slab(slab)
+            tier.delete_slab(slab)
+            tier.slab_deleted(slab)
     finally:
         tier.close()
 
-    tier = open_tier(directory, files=files)
+    tier = open_tier(directory, files=files, codec=codec)
     try:
         tier.recover()
-        store(tier, LARGE, FOURTH)
-        say("stored", LARGE, FOURTH)
+        store_packed(tier, large, FOURTH)
+        say("stored", large, FOURTH)
     finally:
         tier.close()
 
 
 def check_after_crash(directory: Path, said: list[tuple[str, KVSpec, list[BlockHash]]]) -> None:
-    """What was said to be stored is there and right, what was forgotten is not, and the tier goes on working."""
+    """What was said to be stored is there and right, what was forgotten is not, and the tier goes on working.
+
+    Without a codec, so that what was compressed is read by a daemon that would not have.
+    """
     tier = open_tier(directory)
     try:
         recovered = tier.recover()
@@ -294,7 +351,7 @@ def check_usage(tier: DiskTier, recovered: list[Recovered]) -> None:
     tier.arena.validate()
 
 
-def _kill_at(directory: Path, step: int) -> None:
+def _kill_at(directory: Path, step: int, codec: Codec) -> None:
     """Runs the scenario in this process, and ends it by SIGKILL at that step; the log says how far it came."""
     directory.mkdir()
     log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -308,24 +365,27 @@ def _kill_at(directory: Path, step: int) -> None:
         directory / "tier",
         SteppedFiles(Countdown(step, die)),
         lambda *_: os.write(log, f"said {next(lines)}\n".encode()) and None,
+        codec,
     )
 
 
-def everything_said() -> list[tuple[str, KVSpec, list[BlockHash]]]:
+def everything_said(codec: Codec) -> list[tuple[str, KVSpec, list[BlockHash]]]:
     """All that the scenario says, in order."""
     said: list[tuple[str, KVSpec, list[BlockHash]]] = []
     with tempfile.TemporaryDirectory() as directory:
-        scenario(Path(directory), Files(), lambda *words: said.append(words))
+        scenario(Path(directory), Files(), lambda *words: said.append(words), codec)
     return said
 
 
 def main() -> None:
-    """`<directory>/<k>` is what a process left that was killed at step k, for all k."""
-    base = Path(sys.argv[1])
+    """`<directory>/<k>` is what a process left that was killed at step k, for all k. Arguments: directory, codec."""
+    base, codec = Path(sys.argv[1]), Codec(sys.argv[2])
+    if codec is not Codec.NONE:
+        load_blosc2()
     for step in itertools.count():
-        pid = os.fork()  # imports are what takes time, and there is no thread yet
+        pid = os.fork()  # imports are what takes time, and no thread is at work yet
         if pid == 0:
-            _kill_at(base / str(step), step)
+            _kill_at(base / str(step), step, codec)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status):

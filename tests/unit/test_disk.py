@@ -241,7 +241,7 @@ def test_another_format_version_is_refused_and_left_alone(tmp_path: Path) -> Non
     store(tier, SMALL, chain(2))
     tier.catalog.commit([("meta", b"format", (7).to_bytes(8, "little"))])
     tier.close()
-    with pytest.raises(DiskFailed, match=r"expected format 1, got 7; run the version of kvstore that wrote it"):
+    with pytest.raises(DiskFailed, match=r"expected format 2, got 7; run the version of kvstore that wrote it"):
         open_tier(tmp_path)
     assert (tmp_path / "slabs" / "1.slab").exists()
     with pytest.raises(DiskFailed):  # and not: another daemon has it

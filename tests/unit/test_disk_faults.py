@@ -26,6 +26,7 @@ from disk_faults import (
     SteppedFiles,
     check_after_crash,
     check_usage,
+    compressible,
     everything_said,
     found,
     memory,
@@ -33,12 +34,14 @@ from disk_faults import (
     scenario,
     served,
     store,
+    store_packed,
 )
 
 from kvstore.spec import KVSpec
 from kvstore.types import BlockHash, IntArray, SlabId
 from kvstore_server.tiers import catalog
 from kvstore_server.tiers.catalog import BLOCKS, SLABS, SPACES, SlabEntry, block_keys
+from kvstore_server.tiers.codec import Codec
 from kvstore_server.tiers.disk import RETRY_AFTER_S, DiskFailed, DiskFull, DiskTier, Files, Recovered
 from kvstore_server.tiers.files import Transaction
 from kvstore_server.tiers.records import RecordLayout
@@ -56,11 +59,13 @@ def quick_path(tmp_path: Path) -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_a_process_killed_at_any_step_loses_and_garbles_nothing(quick_path: Path) -> None:
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
+def test_a_process_killed_at_any_step_loses_and_garbles_nothing(quick_path: Path, codec: Codec) -> None:
     """Covers: A1, A2, A16, A17, D2, D4, D5, D6, D7."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, disk_faults.__file__, str(quick_path)], check=True, env=environment, timeout=100)
-    said = everything_said()
+    command = [sys.executable, disk_faults.__file__, str(quick_path), codec]
+    subprocess.run(command, check=True, env=environment, timeout=100)
+    said = everything_said(codec)
     killed_at = []
     for directory in sorted(quick_path.iterdir(), key=lambda path: int(path.name)):
         lines = (directory / "log").read_text().splitlines()
@@ -77,7 +82,8 @@ class _PowerCut(BaseException):
     pass
 
 
-def test_after_a_power_cut_at_any_step_the_catalog_names_only_what_was_flushed(quick_path: Path) -> None:
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.LZ4])
+def test_after_a_power_cut_at_any_step_the_catalog_names_only_what_was_flushed(quick_path: Path, codec: Codec) -> None:
     """Covers: A1, A25, D7."""
 
     class Files(SteppedFiles, CacheFiles):
@@ -93,7 +99,7 @@ def test_after_a_power_cut_at_any_step_the_catalog_names_only_what_was_flushed(q
         files = Files(step)
         directory = quick_path / str(step)
         try:
-            scenario(directory, files, lambda *words, said=said: said.append(words))
+            scenario(directory, files, lambda *words, said=said: said.append(words), codec)
             is_cut = False
         except _PowerCut:
             is_cut = True
@@ -134,7 +140,7 @@ def first_slots() -> IntArray:
 def reopened(tier: DiskTier) -> list[Recovered]:
     """What a restart finds; all of it is served."""
     tier.close()
-    again = open_tier(tier.directory)
+    again = open_tier(tier.directory, capacity_bytes=tier.arena.capacity_bytes)
     recovered = again.recover()
     for each in recovered:
         assert all(served(again, each.spec, each.slots, each.hashes))
@@ -152,7 +158,9 @@ def flip(path: Path, offset: int) -> None:
 
 
 # Every field of the header, then the first and the last byte of the parts.
-@pytest.mark.parametrize("offset", [0, 8, 12, 16, 47, 48, 79, 80, 111, 112, 120, 135, 136, 143, 4096, 7096, 10095])
+@pytest.mark.parametrize(
+    "offset", [0, 8, 12, 16, 47, 48, 79, 80, 111, 112, 120, 128, 136, 144, 159, 160, 167, 4096, 7096, 10095]
+)
 def test_a_flipped_bit_is_a_miss_of_that_block_alone(tier: DiskTier, offset: int) -> None:
     """Covers: A2, A25."""
     flip(tier.directory / SLAB_FILE, LAYOUT.record_bytes + offset)
@@ -238,10 +246,11 @@ def test_entries_that_cannot_be_right_are_given_up(tier: DiskTier) -> None:
     assert found(reopened(tier)) == {SMALL.namespace: FIRST[1:]}
 
 
-def test_a_slab_entry_of_another_shape_gives_up_its_blocks(tier: DiskTier) -> None:
+@pytest.mark.parametrize("size_bytes", [3 * 4096, 3 * LAYOUT.record_bytes + 1])
+def test_a_slab_entry_of_another_shape_gives_up_its_blocks(tier: DiskTier, size_bytes: int) -> None:
     """Covers: A17."""
     store(tier, spec(model="other"), chain(2, of=spec(model="other")))
-    wrong = SlabEntry(SMALL.namespace, 3, 3 * 4096)
+    wrong = SlabEntry(SMALL.namespace, 3, size_bytes)
     tier.catalog.put_blocks(
         SMALL.namespace,
         hashes=records([]),
@@ -506,16 +515,17 @@ def test_a_directory_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         open_tier(tmp_path / "tier")
 
 
-def test_several_threads_write_read_and_forget_at_once(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, capacity_bytes=16 << 20)
-    other = spec(model="other", bytes_per_part=20_000)
-    chains = [(kv, chain(6, seed=seed)) for seed in range(10) for kv in (SMALL, other)]
-    for kv in (SMALL, other):
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD, Codec.AUTO])
+def test_several_threads_write_read_and_forget_at_once(tmp_path: Path, codec: Codec) -> None:
+    tier = open_tier(tmp_path, capacity_bytes=16 << 20, codec=codec)
+    small, other = compressible(SMALL), compressible(spec(model="other", bytes_per_part=100_000))
+    chains = [(kv, chain(6, seed=seed)) for seed in range(10) for kv in (small, other)]
+    for kv in (small, other):
         tier.open_space(kv)
     work = [(kv, hashes, tier.allocate(kv, len(hashes))) for kv, hashes in chains]
 
     def one(kv: KVSpec, hashes: list[BlockHash], slots: IntArray) -> None:
-        store(tier, kv, hashes, slots=slots)
+        store_packed(tier, kv, hashes, slots=slots)
         assert all(served(tier, kv, slots, records(hashes)))
         tier.forget(kv, records(hashes[4:]))
         assert all(served(tier, kv, slots[:4], records(hashes[:4])))

@@ -99,3 +99,33 @@ def test_a_slab_that_cannot_be_right_is_not_adopted(
         arena.adopt(SlabId(slab), A, num_slots=num_slots, size_bytes=size_bytes, used=np.array(used, np.int64))
     assert arena.used_bytes == 100
     arena.validate()
+
+
+def test_slots_of_one_class_are_not_given_out_for_another() -> None:
+    arena = SlabArena(1000)
+    small = arena.open(A, num_slots=3, size_bytes=300, slot_class=1)
+    large = arena.open(A, num_slots=2, size_bytes=400, slot_class=2)
+    assert arena.allocate(A, 1).tolist() == []
+    few, many = arena.allocate(A, 9, slot_class=2), arena.allocate(A, 9, slot_class=1)
+    assert [slab_of(slot) for slot in few.tolist()] == [large] * 2
+    assert [slab_of(slot) for slot in many.tolist()] == [small] * 3
+    assert arena.slabs_of(A) == [small, large]
+    assert arena.slab_bytes(A) == 700
+    arena.free(np.concatenate([many[:2], few, many[2:]]))  # of both, at once
+    arena.validate()
+    assert arena.allocate(A, 9, slot_class=2).tolist() == few[::-1].tolist()
+    arena.close(small)
+    assert arena.allocate(A, 9, slot_class=1).tolist() == []
+    arena.validate()
+
+
+def test_a_slab_found_after_a_restart_is_of_its_class() -> None:
+    """Covers: D5."""
+    arena = SlabArena(1000)
+    used = np.array([slot_id(SlabId(7), 0)])
+    arena.adopt(SlabId(7), A, num_slots=3, size_bytes=400, used=used, slot_class=5)
+    assert arena.allocate(A, 9).tolist() == []
+    assert [place_of(slot) for slot in arena.allocate(A, 9, slot_class=5).tolist()] == [1, 2]
+    arena.free(used)
+    assert arena.allocate(A, 9, slot_class=5).tolist() == used.tolist()
+    arena.validate()

@@ -67,6 +67,10 @@ class SlabEntry:
     num_slots: int
     size_bytes: int
 
+    @property
+    def record_bytes(self) -> int:
+        return self.size_bytes // self.num_slots
+
 
 @dataclass(frozen=True, slots=True)
 class Contents:

@@ -95,7 +95,11 @@ def _whole_slabs(contents: Contents, sizes_bytes: Mapping[str, int], lost: Count
 
 
 def _is_cut_right(entry: SlabEntry, layout: RecordLayout) -> bool:
-    return 0 < entry.num_slots <= MAX_SLOTS and entry.size_bytes == entry.num_slots * layout.record_bytes
+    return (
+        0 < entry.num_slots <= MAX_SLOTS
+        and entry.size_bytes % entry.num_slots == 0
+        and entry.record_bytes - layout.header_bytes in layout.rooms
+    )
 
 
 def _within_capacity(

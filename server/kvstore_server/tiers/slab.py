@@ -2,6 +2,8 @@
 
 A slot is named by one integer, `slab id << SLOT_BITS | place in the slab`. Slab ids are never used twice, so a
 slot of a slab that is gone can never be taken for one of a slab that is there.
+
+A tier whose slots have several sizes numbers them: slots of one namespace and one `slot_class` are interchangeable.
 """
 
 from dataclasses import dataclass, field
@@ -27,9 +29,12 @@ def place_of(slot: int) -> int:
     return slot & (MAX_SLOTS - 1)
 
 
+_Pool = tuple[Namespace, int]  # the namespace and the slot class
+
+
 @dataclass(slots=True)
 class _Slab:
-    namespace: Namespace
+    pool: _Pool
     num_slots: int
     size_bytes: int
     num_used: int = 0
@@ -44,7 +49,7 @@ class SlabArena:
 
     capacity_bytes: int
     _slabs: dict[SlabId, _Slab] = field(default_factory=dict)
-    _free: dict[Namespace, list[int]] = field(default_factory=dict)
+    _free: dict[_Pool, list[int]] = field(default_factory=dict)
     _lingering: dict[SlabId, int] = field(default_factory=dict)
     _used_bytes: int = 0
     _next_id: int = 1
@@ -64,28 +69,38 @@ class SlabArena:
         return len(self._lingering)
 
     def slabs_of(self, namespace: Namespace) -> list[SlabId]:
-        return [number for number, slab in self._slabs.items() if slab.namespace == namespace]
+        return [number for number, slab in self._slabs.items() if slab.pool[0] == namespace]
 
     def slab_bytes(self, namespace: Namespace) -> int:
-        return sum(slab.size_bytes for slab in self._slabs.values() if slab.namespace == namespace)
+        return sum(slab.size_bytes for slab in self._slabs.values() if slab.pool[0] == namespace)
 
     def fits(self, size_bytes: int) -> bool:
         """Whether a slab of this size can be opened."""
         return self._used_bytes + size_bytes <= self.capacity_bytes
 
-    def open(self, namespace: Namespace, *, num_slots: int, size_bytes: int) -> SlabId:
+    def open(self, namespace: Namespace, *, num_slots: int, size_bytes: int, slot_class: int = 0) -> SlabId:
         """A new slab of the namespace, all slots free. It must fit."""
         assert self.fits(size_bytes)
         assert 0 < num_slots <= MAX_SLOTS
         slab = SlabId(self._next_id)
         self._next_id += 1
-        self._slabs[slab] = _Slab(namespace, num_slots, size_bytes)
+        pool = (namespace, slot_class)
+        self._slabs[slab] = _Slab(pool, num_slots, size_bytes)
         self._used_bytes += size_bytes
         # Reversed, so that slots are given out from the front.
-        self._free.setdefault(namespace, []).extend(slot_id(slab, place) for place in reversed(range(num_slots)))
+        self._free.setdefault(pool, []).extend(slot_id(slab, place) for place in reversed(range(num_slots)))
         return slab
 
-    def adopt(self, slab: SlabId, namespace: Namespace, *, num_slots: int, size_bytes: int, used: IntArray) -> None:
+    def adopt(
+        self,
+        slab: SlabId,
+        namespace: Namespace,
+        *,
+        num_slots: int,
+        size_bytes: int,
+        used: IntArray,
+        slot_class: int = 0,
+    ) -> None:
         """A slab found after a restart is there under its own id, with these slots, each once, in use.
 
         It must fit, and its id must be new. Ids of slabs opened later are larger.
@@ -100,14 +115,15 @@ class SlabArena:
         is_free[used & (MAX_SLOTS - 1)] = False
         free = np.flatnonzero(is_free)[::-1]
         assert len(free) == num_slots - len(used), "a slot is in use twice"
-        self._slabs[slab] = _Slab(namespace, num_slots, size_bytes, num_used=len(used))
+        pool = (namespace, slot_class)
+        self._slabs[slab] = _Slab(pool, num_slots, size_bytes, num_used=len(used))
         self._used_bytes += size_bytes
-        self._free.setdefault(namespace, []).extend((free + slot_id(slab, 0)).tolist())
+        self._free.setdefault(pool, []).extend((free + slot_id(slab, 0)).tolist())
         self._next_id = max(self._next_id, slab + 1)
 
-    def allocate(self, namespace: Namespace, count: int) -> IntArray:
-        """Up to `count` free slots of the namespace, now in use."""
-        free = self._free.get(namespace, [])
+    def allocate(self, namespace: Namespace, count: int, *, slot_class: int = 0) -> IntArray:
+        """Up to `count` free slots of the namespace and class, now in use."""
+        free = self._free.get((namespace, slot_class), [])
         kept = max(0, len(free) - count)
         slots = np.array(free[kept:][::-1], np.int64)
         del free[kept:]
@@ -116,13 +132,15 @@ class SlabArena:
         return slots
 
     def free(self, slots: IntArray) -> None:
-        """These slots, all in use and of one namespace, can be allocated again; the last of them first."""
+        """These slots, all in use and of one namespace, can be allocated again; of each class the last first."""
+        pools: dict[_Pool, list[SlabId]] = {}
         for slab, num_slots in _by_slab(slots):
             assert self._slabs[slab].num_used >= num_slots, "a slot was freed twice"
             self._slabs[slab].num_used -= num_slots
-            namespace = self._slabs[slab].namespace
-        if len(slots):
-            self._free.setdefault(namespace, []).extend(slots.tolist())
+            pools.setdefault(self._slabs[slab].pool, []).append(slab)
+        for pool, slabs in pools.items():
+            mine = slots if len(pools) == 1 else slots[np.isin(slots >> SLOT_BITS, slabs)]
+            self._free.setdefault(pool, []).extend(mine.tolist())
 
     def num_used(self, slab: SlabId) -> int:
         """Slots of the slab that are in use."""
@@ -132,9 +150,9 @@ class SlabArena:
         """The slab, whose slots are all free, gives out no more; its bytes count until `forget`."""
         closed = self._slabs.pop(slab)
         assert closed.num_used == 0, "a slab with blocks in it was closed"
-        free = [slot for slot in self._free.pop(closed.namespace) if slab_of(slot) != slab]
+        free = [slot for slot in self._free.pop(closed.pool) if slab_of(slot) != slab]
         if free:
-            self._free[closed.namespace] = free
+            self._free[closed.pool] = free
         self._lingering[slab] = closed.size_bytes
 
     def forget(self, slab: SlabId) -> None:
@@ -146,7 +164,7 @@ class SlabArena:
         free = [slot for slots in self._free.values() for slot in slots]
         assert len(free) == len(set(free)), "a slot is free twice"
         for number, slab in self._slabs.items():
-            mine = [slot for slot in self._free.get(slab.namespace, ()) if slab_of(slot) == number]
+            mine = [slot for slot in self._free.get(slab.pool, ()) if slab_of(slot) == number]
             assert len(mine) == slab.num_slots - slab.num_used, "used slots are miscounted"
             assert all(place_of(slot) < slab.num_slots for slot in mine)
         assert len(free) == sum(slab.num_slots - slab.num_used for slab in self._slabs.values())

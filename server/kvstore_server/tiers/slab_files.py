@@ -5,20 +5,26 @@ each call, so that a directory that vanished is noticed, and none stays open.
 """
 
 import errno
+import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import structlog
 
 from kvstore.types import AnyArray, HashArray, IntArray, SlabId
 from kvstore_server.tiers.files import Files
-from kvstore_server.tiers.records import RecordLayout, chunks, transfer
+from kvstore_server.tiers.records import MAX_CALL_BYTES, Packed, RecordLayout, chunks, transfer
+from kvstore_server.tiers.scratch import ScratchPool
 from kvstore_server.tiers.slab import SLOT_BITS, place_of, slab_of
+
+PROBE_CALLS: Final = 16  # of MAX_CALL_BYTES each
 
 log = structlog.get_logger()
 
@@ -35,6 +41,8 @@ class SlabFiles:
         self._made: set[SlabId] = set()
         self._making = threading.Lock()
         self._direct = self._direct_flag()
+        self._num_threads = num_threads
+        self._scratch = ScratchPool(most=num_threads)
         self._pool = ThreadPoolExecutor(num_threads, "kvstore-disk")
 
     @property
@@ -65,10 +73,7 @@ class SlabFiles:
         with self._making:
             if slab in self._made:
                 return
-            free_bytes = self._files.free_bytes(self.directory)
-            if free_bytes - size_bytes < self.reserve_bytes:
-                reason = f"{size_bytes} bytes are needed; of {free_bytes} that are free, {self.reserve_bytes} are kept"
-                raise OSError(errno.ENOSPC, reason, str(self.path(slab)))
+            self._expect_room(size_bytes)
             fd = self._files.open(self.path(slab), os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 self._files.fallocate(fd, size_bytes)
@@ -80,9 +85,12 @@ class SlabFiles:
                 self._files.close(fd)
             self._made.add(slab)
 
-    def write(self, layout: RecordLayout, *, slots: IntArray, headers: AnyArray, addresses: IntArray) -> None:
-        """The `[n]` records, by ascending slot, are flushed. Their files were made before. Raises: OSError."""
+    def write(
+        self, layout: RecordLayout, *, slots: IntArray, rooms: IntArray, headers: AnyArray, packed: Packed
+    ) -> None:
+        """The `[n]` records, by ascending slot of such rooms, are flushed. Their files were made. Raises: OSError."""
         slabs = [SlabId(slab) for slab in np.unique(slots >> SLOT_BITS).tolist()]
+        sizes = layout.rooms_for(packed.sizes)  # of which the memory is, and which fill most slots
         with ExitStack() as opened:
             fds = {}
             for slab in slabs:
@@ -91,42 +99,51 @@ class SlabFiles:
 
             def write_chunk(chosen: IntArray) -> None:
                 first = int(slots[chosen[0]])
-                buffers = layout.buffers(headers[chosen[0] :], addresses[chosen])
-                offset = place_of(first) * layout.record_bytes
+                buffers = layout.buffers(headers[chosen[0] :], packed.addresses[chosen], sizes[chosen].tolist())
+                offset = place_of(first) * (layout.header_bytes + int(rooms[chosen[0]]))
                 transfer(self._files.pwritev, fds[slab_of(first)], buffers, offset)
 
-            self._each(write_chunk, chunks(slots, most=layout.records_per_call))
+            most = layout.records_per_call(len(slots), num_threads=self._num_threads)
+            self.each(write_chunk, chunks(slots, most=most, ends=sizes < rooms))
             for fd in fds.values():
                 self._files.fdatasync(fd)
 
     def read(
-        self, layout: RecordLayout, *, slots: IntArray, hashes: HashArray, addresses: IntArray
+        self, layout: RecordLayout, *, slots: IntArray, rooms: IntArray, hashes: HashArray, addresses: IntArray
     ) -> tuple[AnyArray, AnyArray]:
         """`[n]` bool and `[n, num_parts]` u64: whether the block is whole at its address now, and its checksums.
 
-        What is wrong with the others is logged; nothing is raised for it.
+        `rooms` are those of the slabs. What is wrong with the others is logged; nothing is raised for it.
         """
         good = np.zeros(len(slots), np.bool_)
         checksums = np.zeros((len(slots), len(layout.part_sizes)), np.uint64)
 
         def read_chunk(chosen: IntArray) -> None:
-            headers = layout.scratch(len(chosen))
+            first, room_bytes = int(slots[chosen[0]]), int(rooms[chosen[0]])
+            headers, stored = layout.scratch(len(chosen)), addresses[chosen]
+            if room_bytes < layout.data_bytes:
+                scratch = self._scratch.take(len(chosen) * room_bytes)
+                stored = scratch.address + room_bytes * np.arange(len(chosen))
             try:
-                self._read_records(layout, int(slots[chosen[0]]), layout.buffers(headers, addresses[chosen]))
+                buffers = layout.buffers(headers, stored, [room_bytes] * len(chosen))
+                self._read_records(first, buffers, record_bytes=layout.header_bytes + room_bytes)
             except OSError as error:
                 if len(chosen) == 1:
-                    self._report(int(slots[chosen[0]]), str(error))
+                    self._report(first, str(error))
                 else:  # one bad block must not take the others with it
                     for one in chosen.tolist():
                         read_chunk(np.array([one]))
                 return
-            wrong = layout.check(headers, hashes=hashes[chosen], addresses=addresses[chosen])
+            wrong = layout.unpack(
+                headers, hashes=hashes[chosen], stored=stored, room_bytes=room_bytes, addresses=addresses[chosen]
+            )
             good[chosen] = wrong == ""
             checksums[chosen] = headers["checksums"]
             for bad in np.flatnonzero(wrong != "").tolist():
                 self._report(int(slots[chosen[bad]]), str(wrong[bad]))
 
-        self._each(read_chunk, chunks(slots, most=layout.records_per_call))
+        most = layout.records_per_call(len(slots), num_threads=self._num_threads)
+        self.each(read_chunk, chunks(slots, most=most))
         return good, checksums
 
     def delete(self, names: Sequence[str]) -> None:
@@ -139,14 +156,34 @@ class SlabFiles:
         """No thread is left."""
         self._pool.shutdown()
 
-    def _read_records(self, layout: RecordLayout, first: int, buffers: list[memoryview]) -> None:
-        fd = self._files.open(self.path(slab_of(first)), os.O_RDONLY | self._direct)
+    def read_bytes_per_s(self) -> float:
+        """How fast this disk reads now, in calls as those of blocks, measured on a file that is gone afterwards.
+
+        Raises: OSError; ENOSPC also, if less than the reserve would stay free.
+        """
+        probe = self.directory / "probe"
+        self._expect_room(PROBE_CALLS * MAX_CALL_BYTES)
+        memory = mmap.mmap(-1, MAX_CALL_BYTES)
+        memory.write(os.urandom(MAX_CALL_BYTES))
+        fd = self._files.open(probe, os.O_RDWR | os.O_CREAT | self._direct)
         try:
-            transfer(self._files.preadv, fd, buffers, place_of(first) * layout.record_bytes)
+            for call in range(PROBE_CALLS):
+                transfer(self._files.pwritev, fd, [memoryview(memory)], call * MAX_CALL_BYTES)
+            self._files.fdatasync(fd)
+
+            def read_one(call: IntArray) -> None:
+                transfer(
+                    self._files.preadv, fd, [memoryview(mmap.mmap(-1, MAX_CALL_BYTES))], int(call[0]) * MAX_CALL_BYTES
+                )
+
+            begin = time.perf_counter()
+            self.each(read_one, list(np.arange(PROBE_CALLS).reshape(-1, 1)))
+            return PROBE_CALLS * MAX_CALL_BYTES / (time.perf_counter() - begin)
         finally:
             self._files.close(fd)
+            self._files.unlink(probe)
 
-    def _each(self, work: Callable[[IntArray], None], parts: Sequence[IntArray]) -> None:
+    def each(self, work: Callable[[IntArray], None], parts: Sequence[IntArray]) -> None:
         """The work is done for all parts, and none of it goes on; raises what the first that failed did."""
         if len(parts) == 1:
             work(parts[0])
@@ -155,6 +192,20 @@ class SlabFiles:
         wait(futures)  # also after a failure: the caller's memory is in use until then
         for future in futures:
             future.result()
+
+    def _expect_room(self, size_bytes: int) -> None:
+        """Raises: OSError, if less than the reserve would stay free."""
+        free_bytes = self._files.free_bytes(self.directory)
+        if free_bytes - size_bytes < self.reserve_bytes:
+            reason = f"{size_bytes} bytes are needed; of {free_bytes} that are free, {self.reserve_bytes} are kept"
+            raise OSError(errno.ENOSPC, reason, str(self.directory))
+
+    def _read_records(self, first: int, buffers: list[memoryview], *, record_bytes: int) -> None:
+        fd = self._files.open(self.path(slab_of(first)), os.O_RDONLY | self._direct)
+        try:
+            transfer(self._files.preadv, fd, buffers, place_of(first) * record_bytes)
+        finally:
+            self._files.close(fd)
 
     def _direct_flag(self) -> int:
         """O_DIRECT, where the file system has it, found out with a file that is gone afterwards."""
