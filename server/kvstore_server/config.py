@@ -44,6 +44,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     heartbeat_s: float = 5.0
     max_region_bytes: int = 8 << 30  # of one session
     stop_timeout_s: float = 10.0
+    ttl_s: dict[str, float] = {}  # tenant -> how long its blocks stay unused, "*" for all others; none: for ever
     tokens: dict[str, list[str]] = {}  # token -> tenants it may use, ["*"] for all; empty: no token is asked for
     log_format: str = "text"  # or "json"
     log_level: str = "info"
@@ -78,12 +79,19 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
         _expect(1 <= self.disk_threads <= 64, "disk_threads", "1 to 64", self.disk_threads)
         _expect(not self.disk_path or self.checksums, "checksums", "on, because the disk tier needs them", "off")
+        for tenant, seconds in self.ttl_s.items():
+            _expect(seconds > 0, f"ttl_s.{tenant}", "more than 0 seconds", seconds)
         _expect(0.05 <= self.heartbeat_s <= 3600, "heartbeat_s", "0.05 to 3600", self.heartbeat_s)
         _expect(self.log_format in ("text", "json"), "log_format", '"text" or "json"', self.log_format)
         levels = ("debug", "info", "warning", "error")
         _expect(self.log_level in levels, "log_level", f"one of {', '.join(levels)}", self.log_level)
 
 
+# What comes as JSON from the environment: its type, and an example.
+_TABLES: Final[dict[str, tuple[object, str]]] = {
+    "tokens": (dict[str, list[str]], '{"TOKEN": ["tenant"]}'),
+    "ttl_s": (dict[str, float], '{"tenant": 3600, "*": 86400}'),
+}
 SIZES: Final = frozenset(
     {"cpu_capacity", "slab_bytes", "max_region_bytes", "disk_capacity", "disk_reserve", "disk_scrub_bytes_s"}
 )
@@ -106,8 +114,8 @@ def load(
         for name, value in environment.items()
         if name.startswith(ENVIRONMENT_PREFIX)
     }
-    if "tokens" in variables:
-        variables["tokens"] = _tokens(variables["tokens"])
+    for name in _TABLES.keys() & variables.keys():
+        variables[name] = _table(name, variables[name])
     values |= _known(variables, where="environment")
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     values |= {key: parse_size(value, name=key) for key, value in values.items() if key in SIZES}
@@ -136,12 +144,13 @@ def _read(file: Path) -> dict[str, Any]:
         raise InvalidRequest(f"{file}: expected a readable TOML file, got: {error}") from None
 
 
-def _tokens(text: str) -> dict[str, list[str]]:
+def _table(name: str, text: str) -> object:
+    of, example = _TABLES[name]
     try:
-        return msgspec.json.decode(text, type=dict[str, list[str]])
+        return msgspec.json.decode(text, type=of)
     except msgspec.DecodeError:
         # The text is not repeated: it may hold secrets.
-        raise InvalidRequest('environment: tokens: expected JSON such as {"TOKEN": ["tenant"]}') from None
+        raise InvalidRequest(f"environment: {name}: expected JSON such as {example}") from None
 
 
 def _known(values: Mapping[str, object], *, where: str) -> dict[str, object]:

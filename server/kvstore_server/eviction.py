@@ -1,10 +1,11 @@
 """Which block goes next from a tier. Policies know order and nothing else; the index counts what holds a block.
 
 Rows are the index's numbers for blocks. When each was last used is one column, shared by the policies of all tiers.
+Here is LRU; another policy is in `lfu.py`.
 """
 
 import heapq
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 # Victims found by one scan. A scan of a million rows takes some 10 ms, so it must serve many evictions.
 SCAN_VICTIMS = 16_384
+# In a small tier not more than this share of the rows, so that what was found is not long out of date.
+SCAN_SHARE: Final = 16
 # Rows looked at in one go: few enough that what is made of them stays in the cache.
 SCAN_ROWS = 65_536
 
@@ -55,6 +58,27 @@ class Stamps:
         stamps: IntArray = self.column.take(rows)
         return stamps
 
+    def at(self, row: int) -> int:
+        return int(self.column[row])
+
+    def within(self, rows: slice) -> IntArray:
+        return self.column[rows]
+
+    def num_rows(self) -> int:
+        return len(self.column)
+
+
+class Keys(Protocol):
+    """What decides a row's turn, in ticks: the smallest goes first. A parent's is larger than its children's."""
+
+    def of(self, rows: IntArray) -> IntArray: ...
+
+    def at(self, row: int) -> int: ...
+
+    def within(self, rows: slice) -> IntArray: ...
+
+    def num_rows(self) -> int: ...
+
 
 class Candidates(Protocol):
     """What a policy may ask of a tier."""
@@ -76,7 +100,7 @@ class EvictionPolicy(Protocol):
     """An order of eviction from one tier, over the rows of one index."""
 
     def became_unheld(self, rows: IntArray) -> None:
-        """These rows may be evictable now; before, they were not."""
+        """These rows may be evictable now, and before they were not; or they were used, and their turn is another."""
         ...
 
     def became_childless(self, row: int) -> None:
@@ -89,59 +113,68 @@ class EvictionPolicy(Protocol):
 
 
 class LRU:
-    """Least recently used first, and within one use from leaf to root.
+    """Least recently used first, and within one use from leaf to root: by `Stamps`. With other keys, by those.
 
-    The oldest rows are found by a partial sort, many at a time, and handed out in runs.
-    The order is exact: a row used meanwhile has another stamp than its entry, which is then skipped, and a row
-    that becomes evictable later is queued too, if its stamp is within what the scan covered.
+    The rows with the smallest keys are found by a partial sort, many at a time, and handed out in runs.
+    The order is exact: a row used meanwhile has another key than its entry, which is then skipped, and a row
+    that becomes evictable later is queued too, if its key is within what the scan covered.
     """
 
-    def __init__(self, stamps: Stamps) -> None:
-        self._stamps = stamps
-        self._queue: IntArray = np.zeros(0, np.int64)  # rows, oldest first
-        self._queued: IntArray = np.zeros(0, np.int64)  # the stamp of each when it was queued
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self.start_over()
+
+    def start_over(self) -> None:
+        """What was found before is forgotten: the keys are others."""
+        self._queue: IntArray = np.zeros(0, np.int64)  # rows, smallest key first
+        self._queued: IntArray = np.zeros(0, np.int64)  # the key of each when it was queued
         self._next = 0  # of the queue
-        self._late: list[tuple[int, int]] = []  # (stamp, row) that became evictable later: a heap
-        self._scanned = 0  # every evictable row with a stamp up to this one is queued
-        self._passed = 0  # the youngest stamp that was handed out or skipped
+        self._late: list[tuple[int, int]] = []  # (key, row) that became evictable later: a heap
+        self._scanned = 0  # every evictable row with a key up to this one is queued
+        self.passed = 0  # the largest key that was handed out or skipped
+
+    @property
+    def is_used_up(self) -> bool:
+        """All that was found has been handed out or skipped."""
+        return self._next == len(self._queue) and not self._late
 
     def became_unheld(self, rows: IntArray) -> None:
         if not self._scanned:
             return
-        stamps = self._stamps.of(rows)
-        covered = stamps <= self._scanned
+        keys = self._keys.of(rows)
+        covered = keys <= self._scanned
         if covered.any():
-            for stamp, row in zip(stamps[covered].tolist(), rows[covered].tolist(), strict=True):
-                heapq.heappush(self._late, (stamp, row))
+            for key, row in zip(keys[covered].tolist(), rows[covered].tolist(), strict=True):
+                heapq.heappush(self._late, (key, row))
 
     def became_childless(self, row: int) -> None:
-        stamp = int(self._stamps.column[row])
-        if stamp <= self._passed:  # skipped for its child; a younger one has its turn before it
-            heapq.heappush(self._late, (stamp, row))
+        key = self._keys.at(row)
+        if key <= self.passed:  # skipped for its child; one with a larger key has its turn before it
+            heapq.heappush(self._late, (key, row))
 
     def victims(self, count: int, candidates: Candidates) -> list[int]:
         taken: list[int] = []
         one_by_one = 0  # entries for which a run was tried in vain
-        while len(taken) < count and (self._next < len(self._queue) or self._late or self._scan(candidates)):
+        while len(taken) < count and (not self.is_used_up or self._scan(candidates)):
             if not self._late and not one_by_one:
                 run = slice(self._next, self._next + count - len(taken))
-                rows, stamps = self._queue[run], self._queued[run]
-                current = rows[self._stamps.of(rows) == stamps]
+                rows, keys = self._queue[run], self._queued[run]
+                current = rows[self._keys.of(rows) == keys]
                 if candidates.take_all(current):
                     taken += current.tolist()
                     self._next += len(rows)
-                    self._passed = max(self._passed, int(stamps[-1]))
+                    self.passed = max(self.passed, int(keys[-1]))
                     continue
                 one_by_one = len(rows)
             one_by_one = max(0, one_by_one - 1)
-            stamp, row = self._pop()
-            self._passed = max(self._passed, stamp)
-            if stamp == self._stamps.column[row] and candidates.take(row):
+            key, row = self._pop()
+            self.passed = max(self.passed, key)
+            if key == self._keys.at(row) and candidates.take(row):
                 taken.append(row)
         return taken
 
     def _pop(self) -> tuple[int, int]:
-        """The oldest entry: stamp and row. There is one."""
+        """The entry with the smallest key: key and row. There is one."""
         if self._next < len(self._queue):
             head = int(self._queued[self._next]), int(self._queue[self._next])
             if not self._late or head <= self._late[0]:
@@ -150,24 +183,24 @@ class LRU:
         return heapq.heappop(self._late)
 
     def _scan(self, candidates: Candidates) -> bool:
-        """The oldest rows beyond those scanned before are queued; False if there are none."""
-        found = np.zeros(0, np.int64)
-        column = self._stamps.column
-        youngest = self._stamps.ticks.now
-        for first in range(0, len(column), SCAN_ROWS):
+        """The rows with the smallest keys beyond those scanned before are queued; False if there are none."""
+        found = found_keys = np.zeros(0, np.int64)
+        largest = np.iinfo(np.int64).max
+        most = min(SCAN_VICTIMS, self._keys.num_rows() // SCAN_SHARE)
+        for first in range(0, self._keys.num_rows(), SCAN_ROWS):
             rows = slice(first, first + SCAN_ROWS)
-            stamps = column[rows]
-            beyond = (stamps > self._scanned) & (stamps <= youngest) & candidates.unheld(rows)
-            found = np.concatenate([found, np.flatnonzero(beyond) + first])
-            if len(found) > SCAN_VICTIMS:
-                found = found[np.argpartition(column[found], SCAN_VICTIMS - 1)[:SCAN_VICTIMS]]
-                youngest = int(column[found].max())
+            keys = self._keys.within(rows)
+            beyond = np.flatnonzero((keys > self._scanned) & (keys <= largest) & candidates.unheld(rows))
+            found = np.concatenate([found, beyond + first])
+            found_keys = np.concatenate([found_keys, keys[beyond]])
+            if len(found) > most:
+                largest = int(np.partition(found_keys, most - 1)[most - 1])
+                smallest = found_keys <= largest  # and all that are equal, which would be passed over later
+                found, found_keys = found[smallest], found_keys[smallest]
         if not len(found):
-            # Nothing can go now. What becomes evictable later must be found, whatever its stamp.
-            self._scanned = self._passed = self._stamps.ticks.now
             return False
-        self._queue = found[np.argsort(column[found])]
-        self._queued = column[self._queue]
+        order = np.argsort(found_keys)
+        self._queue, self._queued = found[order], found_keys[order]
         self._next = 0
         self._scanned = int(self._queued[-1])
         return True

@@ -17,9 +17,11 @@ import numpy as np
 
 from kvstore.hashing import unpack
 from kvstore.types import AnyArray, BlockHash, HashArray, IntArray
-from kvstore_server.eviction import LRU, BoolArray, Stamps, Ticks
+from kvstore_server.eviction import LRU, BoolArray, EvictionPolicy, Stamps, Ticks
 from kvstore_server.level import ONE, Columns, Level, State, grown
+from kvstore_server.lfu import LFU
 from kvstore_server.table import NONE, HashTable
+from kvstore_server.uses import Uses
 
 _FIRST_ROWS: Final = 1024
 
@@ -27,11 +29,13 @@ _FIRST_ROWS: Final = 1024
 class Index:
     """Blocks of one namespace. All methods take and give rows; a row is valid while something holds it."""
 
-    def __init__(self, ticks: Ticks) -> None:
+    def __init__(self, ticks: Ticks, *, policy: str = "lru") -> None:
+        """Empty. `policy`: the order of eviction from each tier, by its name in the settings."""
         self.stamps = Stamps(ticks)
+        self._uses = Uses(self.stamps) if policy == "lfu" else None
         self._columns = Columns()
-        self.disk = Level(self._columns, LRU(self.stamps))
-        self.memory = Level(self._columns, LRU(self.stamps), below=self.disk)
+        self.disk = Level(self._columns, self._new_policy())
+        self.memory = Level(self._columns, self._new_policy(), below=self.disk)
         self._table = HashTable()
         self._unused: list[int] = []
         self._known: AnyArray = np.zeros(0, np.bool_)  # has a hash, so is in use
@@ -93,6 +97,24 @@ class Index:
     def stored(self) -> IntArray:
         """Rows of all blocks that a match counts."""
         return np.flatnonzero(self._columns.state >= State.COMMITTED)
+
+    def expired(self, tick: int) -> IntArray:
+        """Rows of all stored blocks that were last used at this tick or before and may go: whole ends of chains.
+
+        What is held or moves stays, and so does all that comes before it.
+        """
+        columns = self._columns
+        old = self._known & (self.stamps.column <= tick)
+        everything = slice(None)
+        may_go: BoolArray = old & columns.settled(everything) & columns.unheld(everything)
+        # A parent is younger than its children, so that what follows an old row is old too.
+        staying = np.flatnonzero(old & ~may_go)
+        while len(staying):
+            parents = columns.parent[staying]
+            parents = np.unique(parents[parents != NONE])
+            staying = parents[may_go[parents]]
+            may_go[staying] = False
+        return np.flatnonzero(may_go)
 
     def held(self, rows: IntArray) -> BoolArray:
         """`[n]`: leased or pinned."""
@@ -227,9 +249,19 @@ class Index:
         while row != NONE:
             before.append(row)
             row = parent_at[row]
-        self.stamps.touch(np.concatenate([np.array(before[::-1], np.int64), rows]) if before else rows)
+        if before:
+            rows = np.concatenate([np.array(before[::-1], np.int64), rows])
+        if self._uses is None:
+            self.stamps.touch(rows)
+            return
+        self._uses.touch(rows)
+        self.stamps.touch(rows)
+        self._settled(rows)  # the new key may be among those that a policy has found already
 
     # Inside.
+
+    def _new_policy(self) -> EvictionPolicy:
+        return LRU(self.stamps) if self._uses is None else LFU(self._uses)
 
     def _fill(self, rows: IntArray, slots: IntArray, generations: IntArray, state: int) -> None:
         self._columns.state[rows] = state
@@ -286,6 +318,8 @@ class Index:
 
     def _forget(self, rows: IntArray) -> None:
         """The rows, which nothing holds, can be used for others."""
+        if self._uses is not None:
+            self._uses.end(rows, self.hashes_of(rows))
         self._table.remove(rows)
         self._known[rows] = False
         self._unused.extend(rows.tolist())
@@ -300,6 +334,8 @@ class Index:
         del self._unused[len(self._unused) - len(hashes) :]
         self._known[rows] = True
         self._table.add(hashes, rows)
+        if self._uses is not None:
+            self._uses.begin(rows, hashes)
         return rows
 
     def _link(self, rows: IntArray, parents: IntArray) -> None:
@@ -312,6 +348,8 @@ class Index:
         self._generation = grown(self._generation, num_rows)
         for part in (self._columns, self.memory, self.disk, self.stamps):
             part.resize(num_rows)
+        if self._uses is not None:
+            self._uses.resize(num_rows)
         self._table.resize(num_rows, np.flatnonzero(self._known))
         self._unused.extend(range(num_rows - 1, old - 1, -1))
 

@@ -54,6 +54,12 @@ class Columns:
         unheld: BoolArray = (self.leases[rows] == 0) & ~self.pinned[rows]
         return unheld
 
+    def settled(self, rows: slice | IntArray) -> BoolArray:
+        """`[n]`: stored, and not on the way from one tier to another."""
+        state = self.state[rows]
+        settled: BoolArray = (state == State.COMMITTED) | (state == State.COLD)
+        return settled
+
 
 class Level:
     """The rows that are in one tier. `slots` is NONE for the others."""
@@ -110,7 +116,7 @@ class Level:
     # What a policy may ask (eviction.Candidates).
 
     def unheld(self, rows: slice) -> BoolArray:
-        unheld: BoolArray = (self._slots[rows] != NONE) & self._settled(rows) & self._columns.unheld(rows)
+        unheld: BoolArray = (self._slots[rows] != NONE) & self._columns.settled(rows) & self._columns.unheld(rows)
         return unheld
 
     def take(self, row: int) -> bool:
@@ -137,7 +143,7 @@ class Level:
         parents = self._parents_of(rows)
         np.subtract.at(self._children, parents, ONE)
         slots = self.slots(rows)
-        free = (slots != NONE) & self._settled(rows) & self._columns.unheld(rows)
+        free = (slots != NONE) & self._columns.settled(rows) & self._columns.unheld(rows)
         whole = self._children.take(rows) == 0
         if self._below is not None:
             whole |= self._below.has(rows)
@@ -148,11 +154,6 @@ class Level:
         self._slots[rows] = NONE
         self._tell_childless(np.setdiff1d(parents, rows))
         return True
-
-    def _settled(self, rows: slice | IntArray) -> BoolArray:
-        state = self._columns.state[rows]
-        settled: BoolArray = (state == State.COMMITTED) | (state == State.COLD)
-        return settled
 
     def _parents_of(self, rows: IntArray) -> IntArray:
         parents = self._columns.parent.take(rows)

@@ -83,11 +83,13 @@ class Store:
         on_change: Callable[[Change], None] = lambda change: None,
         on_slab_closed: Callable[[SlabId, frozenset[SessionId]], None] = lambda slab, sessions: None,
         below: "Below | None" = None,
+        policy: str = "lru",
     ) -> None:
         self.tier = tier
         self.counters = Counters()
         self.spaces: dict[Namespace, Space] = {}
         self._ticks = Ticks()
+        self._policy = policy
         self.below: Below = below or NothingBelow()
         self._room = Room(
             tier,
@@ -103,6 +105,11 @@ class Store:
         self._last_generation = 0
         self._last_write = 0
 
+    @property
+    def tick(self) -> int:
+        """The last tick that was used."""
+        return self._ticks.now
+
     def open_space(self, spec: KVSpec, *, with_slab: bool = True) -> Space:
         """The namespace of this spec; made if it is new, and, unless it need not be, with a slab in memory."""
         space = self.spaces.get(spec.namespace)
@@ -114,7 +121,7 @@ class Store:
                     f"got blocks of {spec.block_bytes}; enlarge the tier or use fewer tokens per block"
                 )
             ranges = [spec.part_range(part) for part in range(spec.num_parts)]
-            space = Space(spec, layout, Index(self._ticks), part_ranges=ranges)
+            space = Space(spec, layout, Index(self._ticks, policy=self._policy), part_ranges=ranges)
             self.spaces[spec.namespace] = space
         # Its first slab now, so that readers of the slab it may have to take over unmap it before the first store.
         if with_slab and not self.tier.arena.slabs_of(spec.namespace) and not self.tier.open_slab(spec, space.layout):
@@ -458,6 +465,12 @@ class Store:
         removed = self._room.drop_all(space, rows[~held])
         self.counters.blocks_removed += removed
         return removed, int(held.sum())
+
+    def expire(self, space: Space, tick: int) -> int:
+        """Stored blocks last used at this tick or before, which nothing holds, are gone; returns how many."""
+        removed = self._room.drop_all(space, space.index.expired(tick))
+        self.counters.blocks_removed += removed
+        return removed
 
     def lose(self, space: Space, block_hash: BlockHash) -> None:
         """A block whose bytes in memory are wrong leaves memory, whoever holds it: its readers take a miss."""

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.transport.memory import copy_and_hash_pieces
 from kvstore.types import BlockHash, HashArray, IntArray, Outcome, SessionId
+from kvstore_server.config import EVICTION_POLICIES
 from kvstore_server.level import State
 from kvstore_server.session import Session
 from kvstore_server.store import Store
@@ -61,12 +62,18 @@ class DictDisk:
 class StoreMachine(RuleBasedStateMachine):
     """Sessions store, match, hold, release, abort, pin, clear and die at random."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(policy=st.sampled_from(EVICTION_POLICIES))
+    def start(self, policy: str) -> None:
         self.evicted: list[BlockHash] = []
         self.tier = CpuTier(capacity_bytes=3 << 16, slab_bytes=1 << 16, page_lock=PageLock(wanted=False))
         self.disk = DictDisk()
-        self.store = Store(self.tier, on_change=self.note, on_slab_closed=lambda slab, readers: None, below=self.disk)
+        self.store = Store(
+            self.tier,
+            on_change=self.note,
+            on_slab_closed=lambda slab, readers: None,
+            below=self.disk,
+            policy=policy,
+        )
         self.request_id = 0
         self.losing: set[BlockHash] = set()  # what is going to be lost, whoever holds it
         self.spaces = [self.store.open_space(kv) for kv in SPECS]
@@ -271,6 +278,19 @@ class StoreMachine(RuleBasedStateMachine):
         held |= rising & self.committed[space]
         self.store.clear(self.spaces[space])
         assert self.committed[space] == held
+
+    @rule(space=which, since=st.integers(0, 40))
+    def expire(self, space: int, since: int) -> None:
+        index = self.spaces[space].index
+        tick = self.store.tick - since
+        rows = index.stored()
+        old = set(index.hashes_of(rows[index.stamps.of(rows) <= tick]).tolist())
+        nothing_stays = not index.num_leased and not index.num_pinned and len(index) == len(rows)
+        before = set(self.committed[space])
+        num_expired = self.store.expire(self.spaces[space], tick)
+        gone = before - self.committed[space]
+        assert num_expired == len(gone)
+        assert gone == old if nothing_stays else gone <= old
 
     @precondition(lambda self: any(self.committed))
     @rule(space=which, number=st.integers(0, 20))
