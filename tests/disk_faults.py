@@ -31,7 +31,7 @@ def open_tier(
     files: Files | None = None,
     capacity_bytes: int = 4 << 20,
     codec: Codec = Codec.NONE,
-    **fields: int,
+    **fields: Any,
 ) -> DiskTier:
     settings = {"slab_bytes": 400 << 10, "reserve_bytes": 0, "num_threads": 2, **fields}
     return DiskTier(directory, capacity_bytes=capacity_bytes, files=files, codec=lambda _: codec, **settings)

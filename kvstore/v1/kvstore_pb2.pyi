@@ -405,23 +405,25 @@ class StatsReply(_message.Message):
     def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks_committed: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "slab_bytes", "used_bytes", "num_slabs", "pages")
+    __slots__ = ("tier", "capacity_bytes", "slab_bytes", "used_bytes", "num_slabs", "pages", "place")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_SLABS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     tier: str
     capacity_bytes: int
     slab_bytes: int
     used_bytes: int
     num_slabs: int
     pages: str
-    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_slabs: _Optional[int] = ..., pages: _Optional[str] = ...) -> None: ...
+    place: str
+    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_slabs: _Optional[int] = ..., pages: _Optional[str] = ..., place: _Optional[str] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("matches", "blocks_asked", "blocks_hit", "blocks_missed", "blocks_stored", "blocks_loaded", "blocks_evicted", "blocks_removed", "blocks_lost", "blocks_aborted", "blocks_refused", "bytes_stored", "sessions_opened", "sessions_reaped", "blocks_written", "blocks_unwritten", "blocks_risen", "blocks_dropped", "blocks_scrubbed")
+    __slots__ = ("matches", "blocks_asked", "blocks_hit", "blocks_missed", "blocks_stored", "blocks_loaded", "blocks_evicted", "blocks_removed", "blocks_lost", "blocks_aborted", "blocks_refused", "bytes_stored", "sessions_opened", "sessions_reaped", "blocks_written", "blocks_unwritten", "blocks_risen", "blocks_dropped", "blocks_scrubbed", "blocks_lifted", "blocks_lowered")
     MATCHES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -441,6 +443,8 @@ class Counters(_message.Message):
     BLOCKS_RISEN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SCRUBBED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LIFTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOWERED_FIELD_NUMBER: _ClassVar[int]
     matches: int
     blocks_asked: int
     blocks_hit: int
@@ -460,7 +464,9 @@ class Counters(_message.Message):
     blocks_risen: int
     blocks_dropped: int
     blocks_scrubbed: int
-    def __init__(self, matches: _Optional[int] = ..., blocks_asked: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., blocks_removed: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., blocks_aborted: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., bytes_stored: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_reaped: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_risen: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_scrubbed: _Optional[int] = ...) -> None: ...
+    blocks_lifted: int
+    blocks_lowered: int
+    def __init__(self, matches: _Optional[int] = ..., blocks_asked: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., blocks_removed: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., blocks_aborted: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., bytes_stored: _Optional[int] = ..., sessions_opened: _Optional[int] = ..., sessions_reaped: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_risen: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., blocks_scrubbed: _Optional[int] = ..., blocks_lifted: _Optional[int] = ..., blocks_lowered: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session_id", "client_name", "namespace", "num_leases", "blocks_leased", "num_writes", "region_bytes", "age_s")

@@ -16,7 +16,7 @@ from kvstore_server.config import Settings
 from kvstore_server.level import State
 from kvstore_server.service import StoreService, code_of
 from kvstore_server.store import Store
-from kvstore_server.values import Change, Space
+from kvstore_server.values import Change, Space, change_of
 
 MAX_EVENTS_BEHIND: Final = 10_000
 _SNAPSHOT_BLOCKS: Final = 4096  # per event
@@ -104,10 +104,10 @@ class AdminService:
             uptime_s=now - self._started_at,
             tiers=[
                 pb.TierStats(**dataclasses.asdict(tier))
-                for tier in (self._store.tier.statistics(), *self._store.below.statistics())
+                for tier in (self._store.tier.statistics(), *self._store.lower.below.statistics())
             ],
             counters=pb.Counters(**dataclasses.asdict(self._store.counters)),
-            blocks_committed=sum(len(index.stored()) for index in indexes),
+            blocks_committed=sum(index.num_stored for index in indexes),
             blocks_writing=sum(index.count(State.WRITING) for index in indexes),
             blocks_leased=sum(index.num_leased for index in indexes),
             blocks_pinned=sum(index.num_pinned for index in indexes),
@@ -136,7 +136,7 @@ class AdminService:
                 pb.NamespaceStats(
                     namespace=namespace,
                     spec=spec_to_proto(space.spec),
-                    blocks_committed=len(space.index.stored()),
+                    blocks_committed=space.index.num_stored,
                     slab_bytes=self._store.tier.arena.slab_bytes(namespace),
                 )
                 for namespace, space in self._store.spaces.items()
@@ -195,10 +195,10 @@ class AdminService:
         events = []
         for space in self._store.spaces.values():
             stored = space.index.stored()
-            for tier, level in (("cpu", space.index.memory), ("disk", space.index.disk)):
+            for tier, level in (("cpu", space.index.memory), ("gpu", space.index.gpu), ("disk", space.index.disk)):
                 rows = stored[level.has(stored)]
                 for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
-                    change = self._store.change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS], tier=tier)
+                    change = change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS], tier=tier)
                     events.append(self._journal.event(change, sequence))
         return [*events, self._journal.end_of_snapshot(sequence)]
 

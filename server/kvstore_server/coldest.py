@@ -1,24 +1,39 @@
 """Which slab of another namespace should change hands: the one whose every block is older than all of ours."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import numpy as np
 
-from kvstore.types import IntArray, SlabId
+from kvstore.types import IntArray, Namespace, SlabId
 from kvstore_server.index import Index
 from kvstore_server.level import Level, State
 from kvstore_server.tiers.cpu import slabs_and_places
-from kvstore_server.tiers.slab import SlabArena
 from kvstore_server.values import Space
 
 
-def coldest_slab(
-    space: Space, others: Iterable[Space], *, level_of: Callable[[Index], Level], arena: SlabArena, oldest: int | None
-) -> tuple[Space, SlabId, IntArray] | None:
-    """The owner, the slab, and the rows in it; None, if no slab of others was last used before tick `oldest`.
+class Slabs(Protocol):
+    """What is asked of the slabs of a tier."""
 
-    `oldest` None: whenever it was used. Reads every row of every namespace. Nothing in the slab is held or moving,
-    so all of it may go.
+    def slabs_of(self, namespace: Namespace) -> list[SlabId]: ...
+
+    def num_used(self, slab: SlabId) -> int:
+        """Slots of the slab that are in use."""
+        ...
+
+
+def coldest_slab(
+    space: Space | None,
+    others: Iterable[Space],
+    *,
+    level_of: Callable[[Index], Level],
+    arena: Slabs,
+    oldest: int | None,
+) -> tuple[Space, SlabId, IntArray] | None:
+    """The owner, the slab, and the rows in it; None, if no slab of others than `space` was last used before `oldest`.
+
+    `oldest` is a tick; None: whenever it was used. Reads every row of every namespace. Nothing in the slab is held or
+    moving, so all of it may go.
     """
     best: tuple[int, Space, SlabId] | None = None
     for other in others:
@@ -40,7 +55,7 @@ def oldest_use(space: Space, level: Level) -> int | None:
     return int(space.index.stamps.of(mine).min()) if len(mine) else None
 
 
-def _coldness(space: Space, level: Level, arena: SlabArena) -> Iterator[tuple[int, SlabId]]:
+def _coldness(space: Space, level: Level, arena: Slabs) -> Iterator[tuple[int, SlabId]]:
     """For each slab that could be emptied now: the tick at which it was last used, and its id."""
     index = space.index
     rows = level.rows()

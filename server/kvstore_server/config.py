@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -20,6 +20,16 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
 }
 ENVIRONMENT_PREFIX: Final = "KVSTORE_"
 EVICTION_POLICIES: Final = ("lru", "lfu")
+MAX_DISKS: Final = 64
+ALL_OTHERS: Final = "*"  # in a table by model or tenant: those that are not named
+
+
+class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One directory of the disk tier: this daemon's own, best on a device of its own."""
+
+    path: str
+    capacity: int = 16 << 30  # of the slab files there
+    reserve: int = 1 << 30  # stays free on that file system
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,10 +46,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     checksums: bool = True  # off is for benchmarks
     copy_threads: int = 2
     eviction_policy: str = "lru"  # or "lfu": what was used often stays longer
-    disk_path: str = ""  # a directory of this daemon's own; "": no disk tier
-    disk_capacity: int = 16 << 30  # of the slab files there
-    disk_reserve: int = 1 << 30  # stays free on that file system
-    disk_threads: int = 4
+    gpu_capacity: int = 0  # device memory for copies of what is loaded often; 0: none
+    gpu_device: int = 0  # its CUDA number
+    disk_path: str = ""  # short for one entry of `disks`; "": none
+    disk_capacity: int = 16 << 30
+    disk_reserve: int = 1 << 30
+    disks: list[DiskSettings] = []  # empty, and no disk_path: no disk tier
+    disk_threads: int = 4  # of each directory
+    disk_codecs: dict[str, Literal["none", "lz4", "zstd", "auto"]] = {}  # by model, "*": all others
+    write_policy: Literal["through", "evict"] = "through"  # blocks go to disk once stored, or before memory is full
+    watermark_high: float = 0.8  # share of memory that is filled when the oldest blocks start to be written
+    watermark_low: float = 0.6  # share of memory that may then hold blocks that are not on disk
     disk_scrub_bytes_s: int = 4 << 20  # how fast what is on disk is checked in the background; 0: not at all
     heartbeat_s: float = 5.0
     max_region_bytes: int = 8 << 30  # of one session
@@ -72,13 +89,29 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             self.eviction_policy in EVICTION_POLICIES, "eviction_policy", f"one of {policies}", self.eviction_policy
         )
         _expect(
-            not self.disk_path or self.disk_capacity >= self.slab_bytes,
-            "disk_capacity",
-            f"at least one slab of {self.slab_bytes} bytes (slab_bytes)",
-            self.disk_capacity,
+            self.gpu_capacity == 0 or self.gpu_capacity >= self.slab_bytes,
+            "gpu_capacity",
+            f"0, or at least one slab of {self.slab_bytes} bytes (slab_bytes)",
+            self.gpu_capacity,
         )
+        _expect(self.gpu_device >= 0, "gpu_device", "the number of a CUDA device", self.gpu_device)
+        _expect(not self.gpu_capacity or self.checksums, "checksums", "on, because the gpu tier needs them", "off")
+        for disk in self.disk_directories:
+            _expect(disk.path, "disks.path", "a directory", disk.path)
+            _expect(
+                disk.capacity >= self.slab_bytes,
+                "disk_capacity" if self.disk_path else f"disks: capacity of {disk.path}",
+                f"at least one slab of {self.slab_bytes} bytes (slab_bytes)",
+                disk.capacity,
+            )
+        paths = [os.path.realpath(disk.path) for disk in self.disk_directories]
+        _expect(len(set(paths)) == len(paths), "disks", "different directories", paths)
+        _expect(len(paths) <= MAX_DISKS, "disks", f"at most {MAX_DISKS}", len(paths))
+        _expect(not (self.disk_path and self.disks), "disk_path, disks", "one of the two", "both")
         _expect(1 <= self.disk_threads <= 64, "disk_threads", "1 to 64", self.disk_threads)
-        _expect(not self.disk_path or self.checksums, "checksums", "on, because the disk tier needs them", "off")
+        _expect(not paths or self.checksums, "checksums", "on, because the disk tier needs them", "off")
+        low, high = self.watermark_low, self.watermark_high
+        _expect(0 <= low <= high <= 1, "watermark_low, watermark_high", "0 <= low <= high <= 1", (low, high))
         for tenant, seconds in self.ttl_s.items():
             _expect(seconds > 0, f"ttl_s.{tenant}", "more than 0 seconds", seconds)
         _expect(0.05 <= self.heartbeat_s <= 3600, "heartbeat_s", "0.05 to 3600", self.heartbeat_s)
@@ -86,14 +119,31 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         levels = ("debug", "info", "warning", "error")
         _expect(self.log_level in levels, "log_level", f"one of {', '.join(levels)}", self.log_level)
 
+    @property
+    def disk_directories(self) -> list[DiskSettings]:
+        """Each directory of the disk tier, however it was given."""
+        if self.disk_path:
+            return [DiskSettings(path=self.disk_path, capacity=self.disk_capacity, reserve=self.disk_reserve)]
+        return self.disks
+
 
 # What comes as JSON from the environment: its type, and an example.
 _TABLES: Final[dict[str, tuple[object, str]]] = {
     "tokens": (dict[str, list[str]], '{"TOKEN": ["tenant"]}'),
     "ttl_s": (dict[str, float], '{"tenant": 3600, "*": 86400}'),
+    "disks": (list[dict[str, object]], '[{"path": "/disk0/kvstore", "capacity": "1TiB"}]'),
+    "disk_codecs": (dict[str, str], '{"model": "zstd", "*": "auto"}'),
 }
 SIZES: Final = frozenset(
-    {"cpu_capacity", "slab_bytes", "max_region_bytes", "disk_capacity", "disk_reserve", "disk_scrub_bytes_s"}
+    {
+        "cpu_capacity",
+        "gpu_capacity",
+        "slab_bytes",
+        "max_region_bytes",
+        "disk_capacity",
+        "disk_reserve",
+        "disk_scrub_bytes_s",
+    }
 )
 
 
@@ -119,6 +169,8 @@ def load(
     values |= _known(variables, where="environment")
     values |= {key: value for key, value in (flags or {}).items() if value is not None}
     values |= {key: parse_size(value, name=key) for key, value in values.items() if key in SIZES}
+    if isinstance(disks := values.get("disks"), list):
+        values["disks"] = [_sized(disk) if isinstance(disk, dict) else disk for disk in disks]
     try:
         return msgspec.convert(values, Settings, strict=False)
     except InvalidRequest:
@@ -151,6 +203,11 @@ def _table(name: str, text: str) -> object:
     except msgspec.DecodeError:
         # The text is not repeated: it may hold secrets.
         raise InvalidRequest(f"environment: {name}: expected JSON such as {example}") from None
+
+
+def _sized(disk: dict[str, Any]) -> dict[str, Any]:
+    sizes = {key: parse_size(disk[key], name=f"disks: {key}") for key in ("capacity", "reserve") if key in disk}
+    return disk | sizes
 
 
 def _known(values: Mapping[str, object], *, where: str) -> dict[str, object]:

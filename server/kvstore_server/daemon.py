@@ -26,16 +26,15 @@ from kvstore.types import BOOT_ID_BYTES, BootId
 from kvstore.v1 import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.wire import MAX_MESSAGE_BYTES
 from kvstore_server.admin import AdminService, Journal
+from kvstore_server.beside import TiersBeside
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
+from kvstore_server.expiry import Expiry
 from kvstore_server.metrics import DiskState, MetricsListener, Snapshot
 from kvstore_server.mover import Mover
-from kvstore_server.scrub import Scrubber
 from kvstore_server.service import StoreService
-from kvstore_server.spill import Spill
 from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier, shmem_pages
-from kvstore_server.tiers.disk import DiskFailed, DiskTier
 from kvstore_server.tiers.pinning import PageLock
 
 log = structlog.get_logger()
@@ -64,12 +63,12 @@ class Daemon:
             self.tier,
             on_change=self._journal.record,
             on_slab_closed=lambda slab, readers: self.service.slab_closed(slab, readers),
+            policy=settings.eviction_policy,
         )
         self._private: tempfile.TemporaryDirectory[str] | None = None  # of the shm socket, if there is no unix socket
         self._shm_path = self._choose_shm_path()
-        self._spill = self._open_disk()
-        if self._spill is not None:
-            self.store.below = self._spill
+        self._beside = TiersBeside.open(self.store, settings)
+        self.store.lower.below = self._beside
         self.service = StoreService(
             self.store,
             self._mover,
@@ -99,8 +98,7 @@ class Daemon:
     async def start(self) -> None:
         """The daemon listens on all its addresses. Raises: StoreUnavailable, if one of them is taken."""
         raise_descriptor_limit()
-        if self._spill is not None:
-            self._restore(self._spill)
+        self._beside.start(scrub_bytes_per_s=self.settings.disk_scrub_bytes_s)
         self._server = grpc.aio.server(options=_OPTIONS)
         kvstore_pb2_grpc.add_StoreServicer_to_server(self.service, self._server)
         kvstore_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
@@ -115,6 +113,8 @@ class Daemon:
         for name in ["", *names]:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._reaper = asyncio.create_task(self.service.reap_silent())
+        expiry = Expiry(self.store, ttl_s=self.settings.ttl_s, clock=time.monotonic)
+        self._expiry = asyncio.create_task(expiry.run())
         self._prefault = threading.Thread(target=self._take_memory, name="kvstore-prefault", daemon=True)
         if self.settings.prefault:
             self._prefault.start()
@@ -129,12 +129,12 @@ class Daemon:
         for connection in list(self.service.connections.values()):
             connection.stop_reading("the daemon is stopping; reconnect later")
         await self._server.stop(self.settings.stop_timeout_s)
-        self._reaper.cancel()
-        await asyncio.gather(self._reaper, return_exceptions=True)
+        for task in (self._reaper, self._expiry):
+            task.cancel()
+        await asyncio.gather(self._reaper, self._expiry, return_exceptions=True)
         self._descriptors.close()
         await asyncio.to_thread(self._mover.close)
-        if self._spill is not None:
-            await self._close_disk(self._spill)
+        await self._beside.stop(self.settings.stop_timeout_s)
         if self._metrics is not None:  # until now, so that a flush can be watched
             await asyncio.to_thread(self._metrics.close)
         if self.settings.prefault:
@@ -155,48 +155,9 @@ class Daemon:
         log.info("metrics", listening=self._metrics.url)
 
     def _snapshot(self) -> Snapshot:
-        spill = self._spill
-        disk = None if spill is None else DiskState(spill.backlog_bytes, failed=bool(spill.failure))
+        spill = self._beside.disk
+        disk = None if spill is None else DiskState(spill.backlog_bytes, len(spill.disks.failures))
         return Snapshot(self._admin.stats(), disk)
-
-    def _open_disk(self) -> Spill | None:
-        settings = self.settings
-        if not settings.disk_path:
-            return None
-        try:
-            disk = DiskTier(
-                Path(settings.disk_path),
-                capacity_bytes=settings.disk_capacity,
-                slab_bytes=settings.slab_bytes,
-                reserve_bytes=settings.disk_reserve,
-                num_threads=settings.disk_threads,
-            )
-        except DiskFailed as error:
-            raise StoreUnavailable(f"disk tier: {error}") from None
-        return Spill(self.store, disk)
-
-    def _restore(self, spill: Spill) -> None:
-        started = time.monotonic()
-        try:
-            num_blocks = spill.restore(spill.disk.recover())
-        except DiskFailed as error:
-            raise StoreUnavailable(f"disk tier: {error}") from None
-        seconds = round(time.monotonic() - started, 2)
-        log.info("disk tier: restored", directory=self.settings.disk_path, blocks=num_blocks, seconds=seconds)
-        self._below = [asyncio.create_task(spill.run())]
-        if self.settings.disk_scrub_bytes_s:
-            scrubber = Scrubber(self.store, spill, bytes_per_s=self.settings.disk_scrub_bytes_s)
-            self._below.append(asyncio.create_task(scrubber.run()))
-
-    async def _close_disk(self, spill: Spill) -> None:
-        """What exists only in memory is on disk, as far as the time allows."""
-        if not await spill.flush(self.settings.stop_timeout_s):
-            log.warning("not all was flushed to disk in time", left_mib=spill.backlog_bytes >> 20)
-        for task in self._below:
-            task.cancel()
-        await asyncio.gather(*self._below, return_exceptions=True)
-        await spill.quiesce()
-        await asyncio.to_thread(spill.disk.close)
 
     def _remove_files(self) -> None:
         if self.settings.unix_socket:
@@ -246,8 +207,14 @@ class Daemon:
         nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
         log.info("kvstore is ready", version=self._version, boot_id=self.boot_id.hex(), listening=self.addresses)
         log.info("memory: cpu tier", capacity=_gib(settings.cpu_capacity), slab=_gib(settings.slab_bytes))
-        for shown in self.store.below.statistics():
-            log.info("disk tier", directory=settings.disk_path, capacity=_gib(shown.capacity_bytes), io=shown.pages)
+        for shown in self.store.lower.below.statistics():
+            if shown.tier == "gpu":
+                log.info("gpu tier", device=shown.pages, capacity=_gib(shown.capacity_bytes))
+                continue
+            log.info("disk tier", directory=shown.place, capacity=_gib(shown.capacity_bytes), io=shown.pages)
+        if self._beside.disk is not None:
+            high, low = settings.watermark_high, settings.watermark_low
+            log.info("disk tier: movement", write_policy=settings.write_policy, watermark_high=high, watermark_low=low)
         log.info("memory: huge pages asked for", granted=shmem_pages())
         log.info("memory: page lock", state=self._page_lock_reason)
         log.info("memory: memlock limit", limit="unlimited" if memlock < 0 else _gib(memlock))

@@ -11,12 +11,12 @@ from typing import Final
 
 import structlog
 
+from kvstore_server.config import ALL_OTHERS
 from kvstore_server.store import Store
 
 log = structlog.get_logger()
 
 PERIOD_S: Final = 1.0
-ALL_OTHERS: Final = "*"  # in place of a tenant
 # Notes of one time to live: a block goes late by at most this part of it, and a second.
 _NOTES: Final = 1000
 

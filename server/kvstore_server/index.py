@@ -4,14 +4,14 @@ A row is linked to its parent's, so that no block is evicted before the blocks t
 lost in mid-chain leaves its row behind as a hole: what follows cannot be matched, until someone writes it again.
 
     hole ──insert──> writing ──commit──> committed ──leave_memory, evict──> cold ──rise──> rising ──commit──> committed
-      ^                 │                    │  (not on disk)                │               │
-      └─────────────────┴────────────────────┴──────────leave_disk───────────┘      cold <───┘ leave_memory
+      ^                 │                    │  (nowhere else)               │               │
+      └─────────────────┴────────────────────┴────────leave, evict_from──────┘      cold <───┘ leave_memory
 
 A hole that nothing holds is forgotten. Whole prefixes are handled by vectorised operations, because a match has
 0.15 us a block (docs/adr/0004).
 """
 
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from kvstore_server.lfu import LFU
 from kvstore_server.table import NONE, HashTable
 from kvstore_server.uses import Uses
 
+Beside = Literal["gpu", "disk"]  # a tier that a block may be in beside memory, or without it
+BESIDE: Final[tuple[Beside, ...]] = ("gpu", "disk")  # the faster one first
 _FIRST_ROWS: Final = 1024
 
 
@@ -35,7 +37,8 @@ class Index:
         self._uses = Uses(self.stamps) if policy == "lfu" else None
         self._columns = Columns()
         self.disk = Level(self._columns, self._new_policy())
-        self.memory = Level(self._columns, self._new_policy(), below=self.disk)
+        self.gpu = Level(self._columns, self._new_policy())
+        self.memory = Level(self._columns, self._new_policy(), below=(self.gpu, self.disk))
         self._table = HashTable()
         self._unused: list[int] = []
         self._known: AnyArray = np.zeros(0, np.bool_)  # has a hash, so is in use
@@ -98,6 +101,13 @@ class Index:
         """Rows of all blocks that a match counts."""
         return np.flatnonzero(self._columns.state >= State.COMMITTED)
 
+    def beside(self, tier: Beside) -> Level:
+        return self.gpu if tier == "gpu" else self.disk
+
+    def is_below(self, rows: IntArray) -> BoolArray:
+        """`[n]`: in a tier beside memory, so that it need not be in memory to be served."""
+        return self.disk.has(rows) | self.gpu.has(rows)
+
     def expired(self, tick: int) -> IntArray:
         """Rows of all stored blocks that were last used at this tick or before and may go: whole ends of chains.
 
@@ -119,6 +129,10 @@ class Index:
     def held(self, rows: IntArray) -> BoolArray:
         """`[n]`: leased or pinned."""
         return ~self._columns.unheld(rows)
+
+    @property
+    def num_stored(self) -> int:
+        return int(np.count_nonzero(self._columns.state >= State.COMMITTED))
 
     @property
     def num_leased(self) -> int:
@@ -162,10 +176,10 @@ class Index:
         self._columns.state[rows] = State.COMMITTED
         self._settled(rows)
 
-    def is_on_disk(self, rows: IntArray, slots: IntArray) -> None:
-        """These committed blocks are in these slots on disk too."""
+    def put(self, level: Level, rows: IntArray, slots: IntArray) -> None:
+        """These committed blocks are in these slots of a tier beside memory too."""
         assert (self._columns.state[rows] == State.COMMITTED).all()
-        self.disk.put(rows, slots)
+        level.put(rows, slots)
         self._settled(rows)
 
     def restore(self, hashes: HashArray, *, parents: HashArray, slots: IntArray, written: IntArray) -> None:
@@ -198,26 +212,26 @@ class Index:
         self._rest(rows)
         return slots
 
-    def leave_disk(self, rows: IntArray) -> IntArray:
-        """These different rows have no bytes on disk, whoever holds them: in memory only, or holes; their slots."""
-        slots = self.disk.leave(rows)
+    def leave(self, level: Level, rows: IntArray) -> IntArray:
+        """These different rows have no bytes in this tier beside memory, whoever holds them; returns their slots."""
+        slots = level.leave(rows)
         self._rest(rows[~self.memory.has(rows)])
         return slots
 
     def evict(self, count: int) -> tuple[HashArray, IntArray]:
         """Up to `count` blocks that nothing holds have left memory; hashes of those that are gone, and all slots."""
         rows, slots = self.memory.evict(count)
-        gone = rows[~self.disk.has(rows)]
+        gone = rows[~self.is_below(rows)]
         hashes = self.hashes_of(gone)
         self._rest(rows)
         return hashes, slots
 
-    def evict_from_disk(self, count: int) -> tuple[HashArray, HashArray, IntArray]:
-        """Up to `count` blocks that nothing holds have left the disk; their hashes, those that are gone, all slots."""
-        rows, slots = self.disk.evict(count)
+    def evict_from(self, level: Level, count: int) -> tuple[HashArray, HashArray, IntArray]:
+        """Up to `count` blocks that nothing holds have left this tier; their hashes, those that are gone, all slots."""
+        rows, slots = level.evict(count)
         hashes = self.hashes_of(rows)
         below = rows[~self.memory.has(rows)]
-        gone = self.hashes_of(below)
+        gone = self.hashes_of(below[~self.is_below(below)])
         self._rest(below)
         return hashes, gone, slots
 
@@ -269,8 +283,8 @@ class Index:
         self.memory.put(rows, slots)
 
     def _rest(self, rows: IntArray) -> None:
-        """These rows, which left memory or the disk, are cold if they are on disk, and else holes or forgotten."""
-        below = self.disk.has(rows)
+        """These rows, which are not in memory, are cold if another tier has them, and else holes or forgotten."""
+        below = self.is_below(rows)
         self._columns.state[rows] = np.where(below, State.COLD, State.HOLE)
         self._settled(rows[below])
         gone = rows[~below]
@@ -290,8 +304,8 @@ class Index:
             self._forget_if_unused(row)
 
     def _settled(self, rows: IntArray) -> None:
-        self.memory.policy.became_unheld(rows)
-        self.disk.policy.became_unheld(rows)
+        for level in (self.memory, self.disk, self.gpu):
+            level.policy.became_unheld(rows)
 
     def _let_go(self, rows: IntArray) -> None:
         """A lease or a pin of these rows is gone: the policies know, and holes that nothing else holds are gone."""
@@ -346,7 +360,7 @@ class Index:
         old = len(self._known)
         self._known = grown(self._known, num_rows)
         self._generation = grown(self._generation, num_rows)
-        for part in (self._columns, self.memory, self.disk, self.stamps):
+        for part in (self._columns, self.memory, self.disk, self.gpu, self.stamps):
             part.resize(num_rows)
         if self._uses is not None:
             self._uses.resize(num_rows)
@@ -359,6 +373,7 @@ class Index:
         self._table.validate(used)
         self.memory.validate()
         self.disk.validate()
+        self.gpu.validate()
         assert sorted([*self._unused, *used.tolist()]) == list(range(len(self._known)))
         assert (columns.leases >= 0).all()
         unused = np.array(self._unused, np.int64)
@@ -371,10 +386,10 @@ class Index:
         assert self._known[parents[parents != NONE]].all(), "a parent was forgotten before its child"
         state = columns.state[used]
         assert (self.memory.has(used) == np.isin(state, (State.WRITING, State.COMMITTED, State.RISING))).all()
-        assert self.disk.has(used)[np.isin(state, (State.COLD, State.RISING))].all(), "a cold block is not on disk"
-        assert not self.disk.has(used)[state < State.COMMITTED].any()
+        assert self.is_below(used)[np.isin(state, (State.COLD, State.RISING))].all(), "a cold block is nowhere"
+        assert not self.is_below(used)[state < State.COMMITTED].any()
         assert not self.memory.has(unused).any()
-        assert not self.disk.has(unused).any()
+        assert not self.is_below(unused).any()
         holes = used[state == State.HOLE]
         assert (self.held(holes) | (columns.children[holes] > 0)).all(), "a hole that nothing holds was kept"
 

@@ -1,7 +1,7 @@
 """One tier as an index sees it: which rows have bytes there, in which slot, and which of them may go.
 
 A row may go when nothing holds it, its bytes do not move, and no block that follows it is in the tier, so that chains
-go from their end. A row that is in the tier below too may go before those that follow it: its chain stays whole.
+go from their end. A row of memory that another tier has may go before those that follow it: its chain stays whole.
 """
 
 from typing import Final
@@ -23,9 +23,9 @@ class State:
 
     HOLE: Final = 0  # no bytes; kept because something holds the row
     WRITING: Final = 1  # parts are arriving
-    COMMITTED: Final = 2  # in memory, maybe on disk too
-    COLD: Final = 3  # on disk only
-    RISING: Final = 4  # on disk, and being brought into memory
+    COMMITTED: Final = 2  # in memory, maybe on the GPU and on disk too
+    COLD: Final = 3  # on the GPU or on disk, and not in memory
+    RISING: Final = 4  # the same, and being brought into memory
 
 
 class Columns:
@@ -64,7 +64,7 @@ class Columns:
 class Level:
     """The rows that are in one tier. `slots` is NONE for the others."""
 
-    def __init__(self, columns: Columns, policy: EvictionPolicy, *, below: "Level | None" = None) -> None:
+    def __init__(self, columns: Columns, policy: EvictionPolicy, *, below: "tuple[Level, ...]" = ()) -> None:
         self.policy = policy
         self._below = below
         self._columns = columns
@@ -127,7 +127,7 @@ class Level:
             or columns.state_at[row] not in (State.COMMITTED, State.COLD)
             or columns.leases_at[row]
             or columns.pinned_at[row]
-            or (self._children_at[row] and not (self._below and self._below._slots_at[row] != NONE))
+            or (self._children_at[row] and all(level._slots_at[row] == NONE for level in self._below))
         ):
             return False
         self._freed.append(np.array([slot]))
@@ -145,8 +145,8 @@ class Level:
         slots = self.slots(rows)
         free = (slots != NONE) & self._columns.settled(rows) & self._columns.unheld(rows)
         whole = self._children.take(rows) == 0
-        if self._below is not None:
-            whole |= self._below.has(rows)
+        for level in self._below:
+            whole |= level.has(rows)
         if not (free & whole).all():
             np.add.at(self._children, parents, ONE)
             return False

@@ -27,7 +27,7 @@ COUNTERS: Final = {
     "blocks_stored": "Blocks that were committed.",
     "blocks_loaded": "Blocks that loads leased and located.",
     "blocks_evicted": "Blocks that left memory to make room. Those on disk are still stored.",
-    "blocks_removed": "Blocks that an operator cleared.",
+    "blocks_removed": "Blocks that an operator cleared, or whose time to live was over.",
     "blocks_lost": "Blocks that were dropped because their bytes were wrong or could not be read.",
     "blocks_aborted": "Blocks that were given up before they were committed.",
     "blocks_refused": "Blocks that found no room: all was leased, pinned or being written.",
@@ -36,9 +36,11 @@ COUNTERS: Final = {
     "sessions_reaped": "Sessions that were ended because they were silent.",
     "blocks_written": "Blocks that were written to disk.",
     "blocks_unwritten": "Blocks that stay in memory only because the disk was full, failed or too slow.",
-    "blocks_risen": "Blocks that were brought from disk into memory.",
+    "blocks_risen": "Blocks that were brought from disk or the GPU into memory.",
     "blocks_dropped": "Blocks that left the disk to make room there.",
     "blocks_scrubbed": "Blocks on disk that were read again and compared, in the background.",
+    "blocks_lifted": "Blocks that were copied to the GPU.",
+    "blocks_lowered": "Blocks that left the GPU to make room there.",
 }
 
 
@@ -47,7 +49,7 @@ class DiskState:
     """What a daemon with a disk tier says of it, beside its statistics."""
 
     backlog_bytes: int
-    failed: bool
+    num_failed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,9 @@ def series(snapshot: Snapshot) -> Iterator[Metric]:
     yield from _sessions(stats)
     yield from _tiers(stats)
     if snapshot.disk is not None:
-        backlog, failed = snapshot.disk.backlog_bytes, snapshot.disk.failed
+        backlog, failed = snapshot.disk.backlog_bytes, snapshot.disk.num_failed
         yield GaugeMetricFamily("kvstore_spill_backlog_bytes", "Bytes that wait to be written to disk.", backlog)
-        yield GaugeMetricFamily("kvstore_disk_failed", "1: the disk tier is off until a restart.", failed)
+        yield GaugeMetricFamily("kvstore_disks_failed", "Disks that are not written until a restart.", failed)
 
 
 def _blocks(stats: pb.StatsReply) -> Iterator[Metric]:
@@ -105,9 +107,9 @@ def _tiers(stats: pb.StatsReply) -> Iterator[Metric]:
         ("kvstore_tier_used_bytes", "Bytes of the blocks in the tier, those being written included.", "used_bytes"),
         ("kvstore_tier_slabs", "Slabs of the tier.", "num_slabs"),
     ):
-        family = GaugeMetricFamily(name, text, labels=["tier"])
+        family = GaugeMetricFamily(name, text, labels=["tier", "place"])
         for tier in stats.tiers:
-            family.add_metric([tier.tier], getattr(tier, field))
+            family.add_metric([tier.tier, tier.place], getattr(tier, field))
         yield family
 
 

@@ -105,7 +105,7 @@ class Requests:
     def _prefetch(self, connection: Connection, _: int, request: pb.Prefetch) -> pb.ServerMessage:
         space = connection.session.space
         rows, _num_writing = space.index.prefix(unpack_hashes(request.hashes))
-        return pb.ServerMessage(prefetched=pb.Prefetched(num_blocks=self._store.prefetch(space, rows)))
+        return pb.ServerMessage(prefetched=pb.Prefetched(num_blocks=self._store.lower.prefetch(space, rows)))
 
     def _load(
         self, connection: Connection, request_id: int, request: pb.Load, *, whole: bool = False

@@ -9,6 +9,7 @@ import numpy as np
 from kvstore.types import HashArray, IntArray, Namespace, SessionId, SlabId
 from kvstore_server.coldest import coldest_slab, oldest_use
 from kvstore_server.eviction import Ticks
+from kvstore_server.index import BESIDE, Beside
 from kvstore_server.table import NONE
 from kvstore_server.tiers.cpu import CpuTier
 from kvstore_server.values import Change, Counters, Space
@@ -29,7 +30,7 @@ class Room:
         *,
         on_change: Callable[[Change], None],
         on_slab_closed: Callable[[SlabId, frozenset[SessionId]], None],
-        on_forgotten: Callable[[Space, HashArray, IntArray], None],
+        on_forgotten: Callable[[Space, Beside, HashArray, IntArray], None],
     ) -> None:
         self.tier = tier
         self.counters = counters
@@ -39,6 +40,7 @@ class Room:
         self._on_slab_closed = on_slab_closed
         self._on_forgotten = on_forgotten
         self._next_look = 0
+        self._last_generation = 0
 
     @contextmanager
     def held(self, space: Space, rows: IntArray) -> Iterator[None]:
@@ -49,6 +51,12 @@ class Room:
             yield
         finally:
             space.index.unlease(rows)
+
+    def next_generations(self, count: int) -> IntArray:
+        """`[count]` generations that no slot has had, for slots that get blocks."""
+        first = self._last_generation + 1
+        self._last_generation += count
+        return np.arange(first, first + count)
 
     def make(self, space: Space, count: int) -> IntArray:
         """Up to `count` slots: free ones, then a new slab, a slab of a colder namespace, the oldest blocks."""
@@ -94,8 +102,8 @@ class Room:
         return self.tier.open_slab(space.spec, space.layout)
 
     def push_out(self, space: Space, rows: IntArray) -> None:
-        """These committed blocks leave memory, whoever holds them; those that are not on disk are gone."""
-        hashes = space.index.hashes_of(rows[~space.index.disk.has(rows)])
+        """These committed blocks leave memory, whoever holds them; those that are nowhere else are gone."""
+        hashes = space.index.hashes_of(rows[~space.index.is_below(rows)])
         self.free(space, space.index.leave_memory(rows))
         self.tell_removed(space, hashes)
 
@@ -103,12 +111,13 @@ class Room:
         """These stored blocks, which are not rising, are gone from all tiers, whoever holds them; returns how many."""
         index = space.index
         hashes = index.hashes_of(rows)
-        below = rows[index.disk.has(rows)]
-        forgotten = index.hashes_of(below)
+        levels = {tier: index.beside(tier) for tier in BESIDE}
+        below = {tier: rows[level.has(rows)] for tier, level in levels.items()}
+        forgotten = {tier: index.hashes_of(some) for tier, some in below.items()}
         self.free(space, index.leave_memory(rows[index.memory.has(rows)]))
-        freed = index.leave_disk(below)
-        if len(below):
-            self._on_forgotten(space, forgotten, freed)
+        for tier, level in levels.items():
+            if len(below[tier]):
+                self._on_forgotten(space, tier, forgotten[tier], index.leave(level, below[tier]))
         self.tell_removed(space, hashes)
         return len(hashes)
 

@@ -11,7 +11,6 @@ from kvstore.transport.memory import address_of
 from kvstore.types import AnyArray, HashArray, IntArray
 from kvstore_server.level import State
 from kvstore_server.spill import Spill
-from kvstore_server.store import Store
 from kvstore_server.threads import in_thread
 from kvstore_server.tiers.records import PAGE_BYTES
 from kvstore_server.values import Space
@@ -25,8 +24,8 @@ PAUSE_S: Final = 1.0  # between two rounds
 class Scrubber:
     """Checks `bytes_per_s` of the blocks of one store that lie on disk, again and again. Runs on the daemon's loop."""
 
-    def __init__(self, store: Store, spill: Spill, *, bytes_per_s: int) -> None:
-        self._store = store
+    def __init__(self, spill: Spill, *, bytes_per_s: int) -> None:
+        self._store = spill.store
         self._spill = spill
         self._bytes_per_s = bytes_per_s
 
@@ -59,7 +58,7 @@ class Scrubber:
         bad = rows[~good & there]
         if len(bad):
             log.error("blocks on disk had gone bad and were dropped", blocks=len(bad))
-            self._spill.forgotten(space, *self._store.lose_below(space, bad))
+            self._store.lower.lose(space, "disk", bad)
         self._store.counters.blocks_scrubbed += len(rows)
         return len(rows) * space.spec.block_bytes
 
@@ -67,5 +66,5 @@ class Scrubber:
         stride = -(-space.spec.block_bytes // PAGE_BYTES) * PAGE_BYTES
         scratch = np.frombuffer(mmap.mmap(-1, len(slots) * stride), np.uint8)
         addresses = address_of(scratch) + stride * np.arange(len(slots), dtype=np.int64)
-        good, _ = self._spill.disk.read(space.spec, slots=slots, hashes=hashes, addresses=addresses)
+        good, _ = self._spill.disks.read(space.spec, slots=slots, hashes=hashes, addresses=addresses)
         return good

@@ -1,57 +1,65 @@
-"""Keeps the disk tier in step with memory: writes down what was stored, brings up what is asked for, forgets.
+"""Blocks are written to disk in the background, forgotten there, and brought up again.
 
-Everything is decided on the daemon's loop; the disk is read and written in threads, a batch at a time. A store
-never waits for it: what the disk cannot keep up with, beyond a bounded queue, stays in memory only.
+Nothing here makes a store wait. Blocks that are being written or brought up are leased, so their slots stay theirs.
+What the disks cannot keep up with, beyond a bounded queue, stays in memory only, until memory fills up.
 """
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import structlog
 
-from kvstore.types import HashArray, IntArray, Namespace
-from kvstore_server.eviction import BoolArray
+from kvstore.types import HashArray, IntArray, Namespace, SlabId
+from kvstore_server.backlog import BATCH_BYTES, Backlog, Batch
 from kvstore_server.level import State
+from kvstore_server.rising import Risers
 from kvstore_server.store import Store
+from kvstore_server.table import NONE
 from kvstore_server.threads import in_thread
 from kvstore_server.tiers.cpu import TierStatistics
-from kvstore_server.tiers.disk import DiskFailed, DiskFull, DiskTier, Recovered
+from kvstore_server.tiers.disk import DiskFull, Recovered
+from kvstore_server.tiers.disks import Disks
+from kvstore_server.tiers.records import Packed
 from kvstore_server.values import Rise, Space
+from kvstore_server.watermarks import Watermarks, newest_first, unwritten
 
 log = structlog.get_logger()
 
-BATCH_BYTES: Final = 64 << 20  # of one write: large enough that flushing it costs little
 WRITES_AT_ONCE: Final = 2  # so that one writes while the other is flushed and entered into the catalog
-LINGER_S: Final = 0.02  # what a small batch waits for more: each has its price, whatever its size
-FIRST_PIECE_BYTES: Final = 8 << 20  # of one read: followers hear of its blocks when it is there
-PIECE_BYTES: Final = 32 << 20  # of those that come after it
+# Small batches have their price, whatever their size, and take processor time from stores. So one waits until no store
+# came for a while, but not for ever.
+QUIET_S: Final = 0.02
+LINGER_S: Final = 0.25
 READS_AT_ONCE: Final = 2
 BACKLOG_BYTES: Final = 4 << 30  # waiting to be written; more stays in memory only
+LOOK_BYTES: Final = BATCH_BYTES // 2  # stored between two looks at how full memory is: a look reads every row
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Blocks to write down, if they are still those of these generations when their turn comes."""
+class WritePolicy:
+    """When blocks are written down: `through`, once they are stored; `evict`, before memory is full.
 
-    space: Space
-    rows: IntArray
-    generations: IntArray
+    With both, the watermarks say how much memory may hold that is nowhere else.
+    """
+
+    when: Literal["through", "evict"]
+    watermarks: Watermarks
 
 
 class Spill:
-    """What lies below one store (`store.Below`). All methods run on the daemon's loop."""
+    """The disks beside one store's memory. All methods run on the daemon's loop."""
 
-    def __init__(self, store: Store, disk: DiskTier) -> None:
-        self.failure = ""  # why the disk is not used any more
-        self.disk = disk
-        self._store = store
-        self._waiting: deque[_Waiting] = deque()
-        self._backlog_bytes = 0
+    def __init__(self, store: Store, disks: Disks, *, policy: WritePolicy) -> None:
+        self.failure = ""  # why no disk is written any more
+        self.disks = disks
+        self.store = store
+        self._policy = policy
+        self._risers = Risers(store, disks, at_once=READS_AT_ONCE)
+        self._backlog = Backlog()
         self._to_forget: deque[tuple[Space, HashArray, IntArray]] = deque()
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -59,49 +67,49 @@ class Spill:
         self._postponed = False  # what is to be forgotten waits until there is something else to do, too
         self._hurried = False  # somebody waits for all to be written
         self._enough = asyncio.Event()  # there is a whole batch to write, or no time to wait for one
+        self._num_stores = 0
+        self._bytes_to_look = 0  # stored, and left to a look at how full memory is
         self._making_room = asyncio.Lock()
         self._in_flight: set[tuple[Namespace, int]] = set()  # rows being written
-        self._spaces: set[Namespace] = set()  # that the disk knows
-        self._reads = asyncio.Semaphore(READS_AT_ONCE)
-        self._tasks: set[asyncio.Task[None]] = set()  # reads
+        self._spaces: set[Namespace] = set()  # that the disks know
 
     def __repr__(self) -> str:
-        state = f"failed: {self.failure}" if self.failure else f"{self._backlog_bytes} bytes to write"
+        state = f"failed: {self.failure}" if self.failure else f"{self.backlog_bytes} bytes to write"
         return f"<Spill [{state}]>"
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes in memory that are yet to be written."""
-        return self._backlog_bytes
+        """Bytes in memory that wait to be written."""
+        return self._backlog.size_bytes
 
     def restore(self, recovered: list[Recovered]) -> int:
-        """What the disk holds can be found again; returns how many blocks."""
+        """What the disks hold can be found again; returns how many blocks."""
         for one in recovered:
-            space = self._store.open_space(one.spec, with_slab=False)
+            space = self.store.open_space(one.spec, with_slab=False)
             space.index.restore(one.hashes, parents=one.parents, slots=one.slots, written=one.stamps)
         return sum(len(one.hashes) for one in recovered)
 
     # What the store tells.
 
     def stored(self, space: Space, rows: IntArray) -> None:
-        size_bytes = len(rows) * space.spec.block_bytes
-        if self.failure or self._backlog_bytes + size_bytes > BACKLOG_BYTES:
-            self._store.counters.blocks_unwritten += len(rows)
-            return
-        self._backlog_bytes += size_bytes
-        self._waiting.append(_Waiting(space, rows, space.index.generations(rows)))
-        if self._backlog_bytes >= BATCH_BYTES:
-            self._enough.set()
-        self._wake()
+        self._num_stores += 1
+        batch = Batch.of(space, rows)
+        if self.failure:
+            self.store.counters.blocks_unwritten += len(rows)
+        elif self._policy.when == "through" and self.backlog_bytes + batch.size_bytes <= BACKLOG_BYTES:
+            self._queue(batch)
+        else:
+            if self._policy.when == "through":
+                self.store.counters.blocks_unwritten += len(rows)
+            self._bytes_to_look += batch.size_bytes
+            if self._bytes_to_look >= LOOK_BYTES:
+                self._wake()
 
     def rise(self, rise: Rise) -> None:
-        for piece in _pieces(rise):
-            task = asyncio.create_task(self._bring_up(piece))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._risers.begin(rise)
 
     def statistics(self) -> list[TierStatistics]:
-        return [self.disk.statistics()]
+        return self.disks.statistics()
 
     def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
         if not self.failure:  # else nothing is written there any more that could meet what is left
@@ -117,36 +125,38 @@ class Spill:
             while True:
                 await self._work.wait()
                 try:
+                    self._look()
                     await self._linger()
                     while self._to_forget:  # before any write that could bring the same blocks back
-                        await self._forget(*self._to_forget[0])
-                        self._to_forget.popleft()
-                    while self._waiting and len(writing) < WRITES_AT_ONCE:
-                        writing.add(asyncio.create_task(self._write_down(self._next_batch())))
+                        await self._forget(*self._to_forget.popleft())
+                    while self._backlog and len(writing) < WRITES_AT_ONCE:
+                        writing.add(asyncio.create_task(self._write_down(self._backlog.next())))
                     if writing:
                         done, writing = await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
                         for error in filter(None, [task.exception() for task in done]):
                             raise error
                 except DiskFull as error:
                     self._postpone(error)
-                except DiskFailed as error:
-                    self._fail(error)
-                if not (self._waiting or writing) and (self._postponed or not self._to_forget):
+                if self.disks.failure and not self.failure:
+                    self._fail()
+                is_done = not (self._backlog or writing) and self._bytes_to_look < LOOK_BYTES
+                if is_done and (self._postponed or not self._to_forget):
                     self._postponed = False
                     self._work.clear()
                     self._idle.set()
         finally:
             await asyncio.gather(*writing, return_exceptions=True)
 
-    async def _linger(self) -> None:
-        """There is a whole batch to write, or it is time to write what there is."""
-        if self._waiting and self._backlog_bytes < BATCH_BYTES and not self._hurried:
-            self._enough.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._enough.wait(), LINGER_S)
-
     async def flush(self, timeout_s: float) -> bool:
-        """What was stored is on disk; False, if not all of it in time."""
+        """All that is in memory is on disk; False, if not all of it in time. The most recently used goes first."""
+        if not self.failure:
+            self._backlog.clear()  # which is part of what follows
+            for batch in newest_first(unwritten(self.store.spaces.values())):
+                self._queue(batch)
+        return await self.settle(timeout_s)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Nothing waits to be written or forgotten; False, if not in time. From now on no batch waits for more."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         self._hurried = True
         self._enough.set()
@@ -154,182 +164,179 @@ class Spill:
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return False
-            log.info("flushing to disk", left_mib=self._backlog_bytes >> 20)
+            log.info("flushing to disk", left_mib=self.backlog_bytes >> 20)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), min(1.0, left_s))
         return True
 
     async def quiesce(self) -> None:
         """No read is under way."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._risers.quiesce()
+
+    def _look(self) -> None:
+        """If memory fills up, the oldest of what is nowhere else waits to be written."""
+        if self._bytes_to_look < LOOK_BYTES or self._backlog:
+            return
+        self._bytes_to_look = 0
+        if self.failure:
+            return
+        for batch in self._policy.watermarks.to_write(self.store.tier, self.store.spaces.values()):
+            self._queue(batch)
+
+    async def _linger(self) -> None:
+        """There is a whole batch to write, or nobody stores just now, or it has been long enough."""
+        deadline = asyncio.get_running_loop().time() + LINGER_S
+        seen = -1
+        while self._backlog and self.backlog_bytes < BATCH_BYTES and not self._hurried and seen != self._num_stores:
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return
+            seen = self._num_stores
+            self._enough.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._enough.wait(), min(QUIET_S, left_s))
 
     # Writing.
 
-    def _next_batch(self) -> _Waiting:
-        """Blocks of one namespace, in the order in which they were stored, about BATCH_BYTES of them."""
-        first = self._waiting.popleft()
-        space = first.space
-        most = max(1, BATCH_BYTES // space.spec.block_bytes)
-        taken, num_rows = [first], len(first.rows)
-        while num_rows < most and self._waiting and self._waiting[0].space is space:
-            taken.append(self._waiting.popleft())
-            num_rows += len(taken[-1].rows)
-        rows = np.concatenate([one.rows for one in taken])
-        generations = np.concatenate([one.generations for one in taken])
-        if len(rows) > most:
-            self._waiting.appendleft(_Waiting(space, rows[most:], generations[most:]))
-        self._backlog_bytes -= min(most, len(rows)) * space.spec.block_bytes
-        return _Waiting(space, rows[:most], generations[:most])
+    def _queue(self, batch: Batch) -> None:
+        self._backlog.add(batch)
+        if self.backlog_bytes >= BATCH_BYTES:
+            self._enough.set()
+        self._wake()
 
-    async def _write_down(self, batch: _Waiting) -> None:
+    async def _write_down(self, batch: Batch) -> None:
         space, index = batch.space, batch.space.index
-        rows = batch.rows[self._unchanged(batch) & ~index.disk.has(batch.rows)]
-        names = [(space.namespace, row) for row in rows.tolist()]
+        batch = batch[batch.unchanged() & ~index.disk.has(batch.rows)]
+        names = [(space.namespace, row) for row in batch.rows.tolist()]
         if not self._in_flight.isdisjoint(names):  # lost and stored again while it is being written: once is enough
-            fresh = np.array([name not in self._in_flight for name in names])
-            rows, names = rows[fresh], [name for name in names if name not in self._in_flight]
-        index.lease(rows)  # so that their slots stay theirs
+            batch = batch[np.array([name not in self._in_flight for name in names])]
+            names = [name for name in names if name not in self._in_flight]
+        index.lease(batch.rows)  # so that their slots stay theirs
         self._in_flight.update(names)
         try:
-            if len(rows):
-                await self._write(space, rows)
-        except DiskFailed as error:
-            self._store.counters.blocks_unwritten += len(rows)
-            if not isinstance(error, DiskFull):
-                raise
-            log.warning("disk full: blocks stay in memory only", blocks=len(rows), error=str(error))
+            left = batch
+            # The second time: a disk could make no slab, but there may be room in those that are there.
+            for _ in range(2):
+                if len(left.rows) and not self.disks.failure:
+                    left = await self._write(left)
+            self.store.counters.blocks_unwritten += len(left.rows)
+        except DiskFull as error:
+            self.store.counters.blocks_unwritten += len(left.rows)
+            log.warning("disk full: blocks stay in memory only", blocks=len(left.rows), error=str(error))
         finally:
             self._in_flight.difference_update(names)
-            index.unlease(rows)
+            index.unlease(batch.rows)
 
-    async def _write(self, space: Space, rows: IntArray) -> None:
-        generations = space.index.generations(rows)
-        try:
-            slots, hashes = await self._write_once(space, rows)
-        except DiskFull:  # no slab can be made now; there may be room in those that are there
-            slots, hashes = await self._write_once(space, rows)
-        self._store.counters.blocks_unwritten += len(rows) - len(slots)
-        written = _Waiting(space, rows[: len(slots)], generations[: len(slots)])
-        still = self._unchanged(written)
-        self._store.written(space, written.rows[still], slots[still])
-        if still.all():
-            return
-        lost = written.rows[~still]  # or cleared meanwhile, and maybe stored again
-        self._to_forget.append((space, hashes[~still], slots[~still]))
-        self._wake()
-        self.stored(space, lost[space.index.states(lost) == State.COMMITTED])
-
-    async def _write_once(self, space: Space, rows: IntArray) -> tuple[IntArray, HashArray]:
-        """As many of these blocks, which are leased, as there is room for are on disk: their slots and hashes there."""
-        index, tier = space.index, self._store.tier
+    async def _write(self, batch: Batch) -> Batch:
+        """Those of these blocks, which are leased, that could be are on disk; returns the others. Raises: DiskFull."""
+        space, index, tier = batch.space, batch.space.index, self.store.tier
+        if space.namespace not in self._spaces:
+            await in_thread(self.disks.open_space, space.spec)
+            self._spaces.add(space.namespace)
+        memory = index.memory.slots(batch.rows)
+        packed = await in_thread(self.disks.pack, space.spec, addresses=tier.addresses(memory))
         async with self._making_room:  # what another batch drops for it is forgotten before this one can write it
-            if space.namespace not in self._spaces:
-                await in_thread(self.disk.open_space, space.spec)
-                self._spaces.add(space.namespace)
-            slots = await self._make_room(space, len(rows))
-        rows = rows[: len(slots)]
-        hashes, memory = index.hashes_of(rows), index.memory.slots(rows)
-        try:
-            await in_thread(
-                self.disk.write,
-                space.spec,
-                slots=slots,
-                hashes=hashes,
-                parents=index.parent_hashes(rows),
-                addresses=tier.addresses(memory),
-                checksums=tier.checksums(memory, num_parts=space.spec.num_parts),
-            )
-        except DiskFull:
-            self.disk.free(slots)
-            raise
-        return slots, hashes
+            slots = await self._make_room(space, packed)
+        fits = np.flatnonzero(slots != NONE)
+        tried, slots = batch[fits], slots[fits]
+        hashes = index.hashes_of(tried.rows)
+        written = np.zeros(len(batch.rows), np.bool_)
+        written[fits] = done = await in_thread(
+            self.disks.write,
+            space.spec,
+            slots=slots,
+            hashes=hashes,
+            parents=index.parent_hashes(tried.rows),
+            checksums=tier.checksums(memory[fits], num_parts=space.spec.num_parts),
+            packed=packed[fits],
+        )
+        self.disks.free(slots[~done])
+        tried, slots, hashes = tried[done], slots[done], hashes[done]
+        still = tried.unchanged()
+        self.store.lower.written(space, "disk", tried.rows[still], slots[still])
+        if not still.all():  # cleared meanwhile, and maybe stored again
+            lost = tried.rows[~still]
+            self.forgotten(space, hashes[~still], slots[~still])
+            self.stored(space, lost[index.states(lost) == State.COMMITTED])
+        return batch[~written]
 
-    async def _make_room(self, space: Space, count: int) -> IntArray:
-        """Up to `count` slots on disk: free ones, those of a colder slab of others, those of our oldest blocks."""
-        slots = self.disk.allocate(space.spec, count)
+    async def _make_room(self, space: Space, packed: Packed) -> IntArray:
+        """`[n]` slots on disk, NONE where there is no room.
+
+        Free ones, those of a colder slab of others, those of our oldest blocks, and if these are too small, of our
+        coldest slab. Raises: DiskFull.
+        """
+        slots = self.disks.allocate_for(space.spec, packed)
         try:
-            while len(slots) < count and await self._take_over(space):
-                slots = np.concatenate([slots, self.disk.allocate(space.spec, count - len(slots))])
-            if len(slots) < count:
-                await self._forget_or_later(space, *self._store.make_room_below(space, count - len(slots)))
-                slots = np.concatenate([slots, self.disk.allocate(space.spec, count - len(slots))])
+            while (slots == NONE).any() and await self._take_over(space):
+                self._allocate_more(space, packed, slots)
+            missing = int((slots == NONE).sum())
+            if missing:
+                await self._forget(space, *self.store.lower.make_room(space, "disk", missing))
+                self._allocate_more(space, packed, slots)
+            while (slots == NONE).any() and await self._give_up_empty(space):
+                self._allocate_more(space, packed, slots)
+            if (slots == NONE).any() and await self._take_over(space, own=True):
+                self._allocate_more(space, packed, slots)
         except DiskFull:
-            self.disk.free(slots)
+            self.disks.free(slots[slots != NONE])
             raise
         return slots
 
-    async def _take_over(self, space: Space) -> bool:
-        """There is room for one slab more, that of another namespace, whose every block was older than all of ours."""
-        found = self._store.empty_slab_below(space, self.disk.arena)
+    def _allocate_more(self, space: Space, packed: Packed, slots: IntArray) -> None:
+        missing = np.flatnonzero(slots == NONE)
+        slots[missing] = self.disks.allocate_for(space.spec, packed[missing])
+
+    async def _take_over(self, space: Space, *, own: bool = False) -> bool:
+        """There is room for one slab more: that of another namespace, whose every block was older than all of ours.
+
+        With `own`: our coldest.
+        """
+        found = self.store.lower.empty_slab(space, "disk", self.disks, own=own)
         if found is None:
             return False
         owner, slab, hashes, slots = found
-        await self._forget_or_later(owner, hashes, slots)
-        self.disk.close_slab(slab)
-        await in_thread(self.disk.delete_slab, slab)
-        self.disk.slab_deleted(slab)
+        await self._forget(owner, hashes, slots)
+        await self._delete_slab(slab)
         return True
 
-    async def _forget_or_later(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
-        """As `_forget`; if there is no room even for that, it is tried again later. Raises: DiskFull, DiskFailed."""
-        try:
-            await self._forget(space, hashes, slots)
-        except DiskFull:
-            self._to_forget.append((space, hashes, slots))
-            raise
+    async def _give_up_empty(self, space: Space) -> bool:
+        """There is room for one slab more: one of ours held nothing, but its slots were too small."""
+        for slab in self.disks.empty_slabs(space.spec)[:1]:
+            await self._delete_slab(slab)
+            return True
+        return False
+
+    async def _delete_slab(self, slab: SlabId) -> None:
+        self.disks.close_slab(slab)
+        await in_thread(self.disks.delete_slab, slab)
+        self.disks.slab_deleted(slab)
 
     async def _forget(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
-        """A restart does not find these blocks, so their slots can be used for others."""
-        if len(hashes):
-            await in_thread(self.disk.forget, space.spec, hashes)
-            self.disk.free(slots)
+        """A restart does not find these blocks, so their slots can be used for others.
 
-    def _unchanged(self, batch: _Waiting) -> BoolArray:
-        """`[n]` bool: which of these blocks are still in memory, as they were."""
-        index = batch.space.index
-        unchanged: BoolArray = (index.states(batch.rows) == State.COMMITTED) & (
-            index.generations(batch.rows) == batch.generations
-        )
-        return unchanged
+        Raises: DiskFull, if there is no room even for that; it is tried again later.
+        """
+        if not len(hashes):
+            return
+        forgotten = await in_thread(self.disks.forget, space.spec, hashes=hashes, slots=slots)
+        self.disks.free(slots[forgotten])
+        if not forgotten.all():
+            self._to_forget.append((space, hashes[~forgotten], slots[~forgotten]))
+            raise DiskFull("no room even to forget blocks; free some space, or give the disk tier less capacity")
 
     def _postpone(self, error: DiskFull) -> None:
         """There is no room even to forget: what waits stays in memory only, and the rest is tried again later."""
-        log.warning("disk full: it cannot even forget; tried again with the next store", error=str(error))
-        self._drop_waiting()
+        log.warning("disk full: tried again with the next store", error=str(error))
+        self.store.counters.blocks_unwritten += self._backlog.clear()
         self._postponed = True
 
-    def _fail(self, error: DiskFailed) -> None:
-        self.failure = str(error)
-        log.error("disk tier disabled: the store goes on without it", error=str(error))
-        self._drop_waiting()
+    def _fail(self) -> None:
+        self.failure = self.disks.failure
+        log.error("disk tier disabled: the store goes on without it", error=self.failure)
+        self.store.counters.blocks_unwritten += self._backlog.clear()
         self._to_forget.clear()
-
-    def _drop_waiting(self) -> None:
-        self._store.counters.blocks_unwritten += sum(len(one.rows) for one in self._waiting)
-        self._waiting.clear()
-        self._backlog_bytes = 0
-
-    # Reading.
-
-    async def _bring_up(self, piece: Rise) -> None:
-        async with self._reads:
-            good, checksums = await in_thread(
-                self.disk.read,
-                piece.space.spec,
-                slots=piece.disk_slots,
-                hashes=piece.hashes,
-                addresses=piece.addresses,
-            )
-        self._store.risen(piece, good, checksums)
 
     def _wake(self) -> None:
         self._idle.clear()
         self._work.set()
-
-
-def _pieces(rise: Rise) -> Iterator[Rise]:
-    first, size_bytes = 0, FIRST_PIECE_BYTES
-    while first < len(rise.rows):
-        step = max(1, size_bytes // rise.space.spec.block_bytes)
-        yield rise[first : first + step]
-        first, size_bytes = first + step, PIECE_BYTES

@@ -5,7 +5,6 @@ copy, and another takes note when that is done; nothing is awaited in between he
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -25,56 +24,19 @@ from kvstore.types import (
     SlabId,
     WriteId,
 )
-from kvstore_server.coldest import coldest_slab, oldest_use
-from kvstore_server.eviction import BoolArray, Ticks
+from kvstore_server.eviction import Ticks
 from kvstore_server.index import Index
 from kvstore_server.level import State
+from kvstore_server.lower import Lower
 from kvstore_server.room import Room
 from kvstore_server.table import NONE
-from kvstore_server.tiers.cpu import CpuTier, TierStatistics, slabs_and_places
-from kvstore_server.tiers.slab import SlabArena
-from kvstore_server.values import Change, Copies, Counters, Intake, Loaded, Rise, Space, Write
+from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
+from kvstore_server.values import Change, Copies, Counters, Intake, Loaded, Space, Write, change_of
 from kvstore_server.writes import Follow, Pending, mask_of, parts_of
 
 
-class Below(Protocol):
-    """What the store tells the tier below memory. Nothing here waits."""
-
-    def stored(self, space: Space, rows: IntArray) -> None:
-        """These blocks were committed, and may be written down."""
-        ...
-
-    def rise(self, rise: Rise) -> None:
-        """This plan is to be carried out, and `Store.risen` told."""
-        ...
-
-    def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
-        """The index knows these blocks, in these slots there, no more; the slots are the tier's to free."""
-        ...
-
-    def statistics(self) -> list[TierStatistics]:
-        """Of each tier there is."""
-        ...
-
-
-class NothingBelow:
-    """Memory is the only tier."""
-
-    def stored(self, space: Space, rows: IntArray) -> None:
-        pass
-
-    def rise(self, rise: Rise) -> None:
-        raise AssertionError("no block can be below memory")
-
-    def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
-        raise AssertionError("no block can be below memory")
-
-    def statistics(self) -> list[TierStatistics]:
-        return []
-
-
 class Store:
-    """All namespaces over one cpu tier, and what lies below it."""
+    """All namespaces over one cpu tier; `lower` is what lies beside it."""
 
     def __init__(
         self,
@@ -82,7 +44,6 @@ class Store:
         *,
         on_change: Callable[[Change], None] = lambda change: None,
         on_slab_closed: Callable[[SlabId, frozenset[SessionId]], None] = lambda slab, sessions: None,
-        below: "Below | None" = None,
         policy: str = "lru",
     ) -> None:
         self.tier = tier
@@ -90,7 +51,6 @@ class Store:
         self.spaces: dict[Namespace, Space] = {}
         self._ticks = Ticks()
         self._policy = policy
-        self.below: Below = below or NothingBelow()
         self._room = Room(
             tier,
             self.spaces,
@@ -98,11 +58,11 @@ class Store:
             self.counters,
             on_change=on_change,
             on_slab_closed=on_slab_closed,
-            on_forgotten=lambda space, hashes, slots: self.below.forgotten(space, hashes, slots),
+            on_forgotten=lambda *forgotten: self.lower.below.forgotten(*forgotten),
         )
+        self.lower = Lower(self._room, self.spaces, on_change=on_change)
         self._on_change = on_change
         self._on_slab_closed = on_slab_closed
-        self._last_generation = 0
         self._last_write = 0
 
     @property
@@ -164,7 +124,7 @@ class Store:
             raise Unsupported("load: expected only blocks that can be served at once; send it on the stream")
         if (states == State.COLD).any():
             with self._room.held(space, rows):
-                self.raise_up(space, rows[states == State.COLD])
+                self.lower.raise_up(space, rows[states == State.COLD])
             states = index.states(rows)
         errors: dict[int, KVStoreError] = {}
         writing: list[int] = []
@@ -186,59 +146,8 @@ class Store:
         slabs[served], places[served] = slabs_and_places(index.memory.slots(leased))
         generations[served] = index.generations(leased)
         self.counters.blocks_loaded += len(leased)
+        self.lower.below.loaded(space, leased)
         return Loaded(leased, Location(slabs, places, generations), errors, writing)
-
-    def raise_up(self, space: Space, rows: IntArray) -> None:
-        """As many of these cold blocks as there is room for are rising, and leased until they have `risen`.
-
-        The caller holds them, so that making room does not drop them.
-        """
-        index = space.index
-        rows = rows[np.sort(np.unique(rows, return_index=True)[1])]  # each once; the first ones matter most
-        slots = self._room.make(space, len(rows))
-        rows = rows[: len(slots)]
-        if not len(rows):
-            return
-        index.lease(rows)
-        hashes, generations = index.hashes_of(rows), self._next_generations(len(rows))
-        index.rise(rows, slots=slots, generations=generations)
-        self.tier.publish(slots, generations=generations, hashes=hashes, used_bytes=space.spec.block_bytes)
-        all_parts = space.all_parts
-        pendings = [
-            space.writes.rise(row=row, slot=slot, all_parts=all_parts)
-            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True)
-        ]
-        self.below.rise(Rise(space, rows, pendings, hashes, index.disk.slots(rows), self.tier.addresses(slots)))
-
-    def prefetch(self, space: Space, rows: IntArray) -> int:
-        """Of these blocks, a stored prefix, as many as there is room for are in memory or rising; how many lead."""
-        with self._room.held(space, rows):
-            self.raise_up(space, rows[space.index.states(rows) == State.COLD])
-        cold = np.flatnonzero(space.index.states(rows) == State.COLD)
-        return int(cold[0]) if len(cold) else len(rows)
-
-    def risen(self, rise: Rise, good: BoolArray, checksums: AnyArray) -> None:
-        """The bytes of the `good` ones are in their slots, with `[n, num_parts]` checksums; those are committed.
-
-        The others are lost: they leave the disk too, and their readers take a miss.
-        """
-        space, index = rise.space, rise.space.index
-        parts = list(range(space.spec.num_parts))
-        slots = index.memory.slots(rise.rows)
-        self.tier.set_checksums(slots[good], parts, checksums[good])
-        for pending, is_good in zip(rise.pendings, good.tolist(), strict=True):
-            if not is_good:
-                space.writes.give_up(pending)
-            space.writes.arrive(pending, pending.all_parts)
-            if is_good:
-                space.writes.finish(pending)
-        index.commit(rise.rows[good])
-        self.counters.blocks_risen += int(good.sum())
-        bad = rise.rows[~good]
-        if len(bad):
-            self._room.drop_all(space, bad)
-            self.counters.blocks_lost += len(bad)
-        index.unlease(rise.rows)
 
     # Writing.
 
@@ -273,7 +182,7 @@ class Store:
         if not count:
             return
         space, hashes = write.space, write.hashes[:count]
-        generations = self._next_generations(len(slots))
+        generations = self._room.next_generations(len(slots))
         rows, begun = space.index.insert(hashes, parent=before, slots=slots, generations=generations)
         self.tier.publish(slots, generations=generations, hashes=hashes[begun], used_bytes=space.spec.block_bytes)
         in_writing = np.flatnonzero(space.index.states(rows) == State.WRITING).tolist()
@@ -291,11 +200,6 @@ class Store:
             write.pending[position] = pending
             write.outcomes[position] = Outcome.NEW
         space.index.touch(rows)
-
-    def _next_generations(self, count: int) -> IntArray:
-        first = self._last_generation + 1
-        self._last_generation += count
-        return np.arange(first, first + count)
 
     def plan_intake(
         self, write: Write, *, blocks: IntArray, parts: IntArray, region: ByteArray, offsets: IntArray
@@ -366,48 +270,8 @@ class Store:
         rows = np.array([pending.row for pending in complete], np.int64)
         space.index.commit(rows)
         self.counters.blocks_stored += len(rows)
-        self._on_change(self.change_of(space, rows))
-        self.below.stored(space, rows)
-
-    def written(self, space: Space, rows: IntArray, slots: IntArray) -> None:
-        """These committed blocks are in these slots on disk too, and will be found there after a restart."""
-        space.index.is_on_disk(rows, slots)
-        self.counters.blocks_written += len(rows)
-        self._on_change(self.change_of(space, rows, tier="disk"))
-
-    def make_room_below(self, space: Space, count: int) -> tuple[HashArray, IntArray]:
-        """Up to `count` blocks that nothing holds have left the disk; their hashes, and the slots they were in."""
-        hashes, gone, slots = space.index.evict_from_disk(count)
-        self.counters.blocks_dropped += len(hashes)
-        self._room.tell_removed(space, gone)
-        return hashes, slots
-
-    def empty_slab_below(self, space: Space, arena: SlabArena) -> tuple[Space, SlabId, HashArray, IntArray] | None:
-        """The blocks of the coldest slab on disk of another namespace, colder than all of this one's, have left it.
-
-        Returns its owner, its id, their hashes and slots; None, if there is none.
-        """
-        oldest = oldest_use(space, space.index.disk)
-        found = coldest_slab(space, self.spaces.values(), level_of=lambda index: index.disk, arena=arena, oldest=oldest)
-        if found is None:
-            return None
-        owner, slab, rows = found
-        hashes, slots = self._leave_disk(owner, rows)
-        self.counters.blocks_dropped += len(hashes)
-        return owner, slab, hashes, slots
-
-    def lose_below(self, space: Space, rows: IntArray) -> tuple[HashArray, IntArray]:
-        """The copies on disk of these blocks are wrong and have left it, whoever holds them; their hashes and slots."""
-        self.counters.blocks_lost += len(rows)
-        return self._leave_disk(space, rows)
-
-    def _leave_disk(self, space: Space, rows: IntArray) -> tuple[HashArray, IntArray]:
-        """These blocks are not on disk any more; those that are not in memory are gone. Their hashes and slots."""
-        index = space.index
-        hashes, gone = index.hashes_of(rows), index.hashes_of(rows[~index.memory.has(rows)])
-        slots = index.leave_disk(rows)
-        self._room.tell_removed(space, gone)
-        return hashes, slots
+        self._on_change(change_of(space, rows))
+        self.lower.below.stored(space, rows)
 
     def finish_write(self, write: Write, *, abort: bool = False) -> int:
         """The writer sends no more; blocks that wait for it (with `abort`: all not committed) are given up.
@@ -454,9 +318,12 @@ class Store:
     def set_pinned(self, space: Space, hashes: HashArray, pinned: bool) -> int:
         """Those of the blocks that are committed are pinned, or not; returns how many. Idempotent."""
         rows = space.index.find(hashes)
-        rows = rows[space.index.states(rows) >= State.COMMITTED]
-        (space.index.pin if pinned else space.index.unpin)(rows)
-        return len(rows)
+        stored = rows[space.index.states(rows) >= State.COMMITTED]
+        if pinned:
+            space.index.pin(stored)
+        else:  # those too that were lost while they were pinned, or their holes would stay for ever
+            space.index.unpin(rows[rows != NONE])
+        return len(stored)
 
     def clear(self, space: Space) -> tuple[int, int]:
         """Stored blocks that nothing holds are gone; returns how many, and how many were kept."""
@@ -478,11 +345,6 @@ class Store:
         if space.index.state(row) == State.COMMITTED:
             self._room.push_out(space, np.array([row]))
             self.counters.blocks_lost += 1
-
-    def change_of(self, space: Space, rows: IntArray, *, tier: str = "cpu") -> Change:
-        """What a watcher is told of these blocks, which are stored."""
-        hashes, parents = space.index.hashes_of(rows), space.index.parent_hashes(rows)
-        return Change(space.namespace, True, hashes, parents, space.spec.block_tokens, tier)
 
     def validate(self) -> None:
         """Every invariant over indexes, writes and slots holds, else AssertionError. For tests."""

@@ -6,7 +6,7 @@ from kvstore.errors import KVStoreError
 from kvstore.spec import KVSpec
 from kvstore.transport.shm import SlabLayout
 from kvstore.types import ByteArray, HashArray, IntArray, Location, Namespace, Outcome, WriteId
-from kvstore_server.index import Index
+from kvstore_server.index import Beside, Index
 from kvstore_server.writes import Pending, Writes
 
 
@@ -33,6 +33,8 @@ class Counters:
     blocks_risen: int = 0  # from disk into memory
     blocks_dropped: int = 0  # from disk, to make room there
     blocks_scrubbed: int = 0  # read again on disk and compared
+    blocks_lifted: int = 0  # to the GPU
+    blocks_lowered: int = 0  # from the GPU, to make room there
 
 
 @dataclass(slots=True)
@@ -103,18 +105,19 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """Blocks to bring from disk into memory: from `disk_slots` to `addresses`. They are leased until that is done."""
+    """Blocks to bring into memory: from `slots` of a tier to `addresses`. They are leased until that is done."""
 
     space: Space
+    tier: Beside
     rows: IntArray
     pendings: list[Pending]
     hashes: HashArray
-    disk_slots: IntArray
+    slots: IntArray
     addresses: IntArray
 
     def __getitem__(self, part: slice) -> "Rise":
-        columns = self.hashes[part], self.disk_slots[part], self.addresses[part]
-        return Rise(self.space, self.rows[part], self.pendings[part], *columns)
+        columns = self.hashes[part], self.slots[part], self.addresses[part]
+        return Rise(self.space, self.tier, self.rows[part], self.pendings[part], *columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +130,9 @@ class Change:
     parents: HashArray
     block_tokens: int
     tier: str = "cpu"
+
+
+def change_of(space: Space, rows: IntArray, *, tier: str = "cpu") -> Change:
+    """What a watcher is told of these blocks, which are stored."""
+    hashes, parents = space.index.hashes_of(rows), space.index.parent_hashes(rows)
+    return Change(space.namespace, True, hashes, parents, space.spec.block_tokens, tier)

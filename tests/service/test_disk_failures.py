@@ -70,7 +70,7 @@ def test_a_directory_of_another_format_is_refused_and_left_as_it_is(make_daemon:
         transaction.put(b"format", (99).to_bytes(8, "little"), db=catalog.open_db(b"meta", transaction))
     before = sorted((path, path.stat().st_size) for path in directory.rglob("*"))
     said = refusal(tmp_path, disk_path=directory)
-    assert "expected format 1, got 99" in said
+    assert "expected format 2, got 99" in said
     assert sorted((path, path.stat().st_size) for path in directory.rglob("*")) == before
 
 

@@ -192,10 +192,10 @@ def test_a_disk_that_fails_shows(make_daemon: MakeDaemon, connect: Connect, port
     daemon = make_daemon(metrics_port=port, disk_path=directory, **SMALL)
     client = connect(daemon, KV)
     offer_chain(daemon, client, chain(12, of=KV))
-    assert scrape(port)["kvstore_disk_failed"] == 0
+    assert scrape(port)["kvstore_disks_failed"] == 0
     with moved_away(directory):
         offer_chain(daemon, client, chain(40, of=KV, seed=1))
-        eventually(lambda: scrape(port)["kvstore_disk_failed"] == 1, "the disk tier is off")
+        eventually(lambda: scrape(port)["kvstore_disks_failed"] == 1, "the disk tier is off")
     found = scrape(port)
     assert found["kvstore_blocks_unwritten_total"] > 0
     assert found["kvstore_spill_backlog_bytes"] == 0

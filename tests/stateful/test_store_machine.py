@@ -1,8 +1,8 @@
-"""The whole core, index, leases, eviction, writes, slabs and what lies on disk, against an oracle of a few dicts.
+"""The whole core, index, leases, eviction, writes, slabs and what lies beside memory, against an oracle of a few dicts.
 
 Two namespaces of different block sizes share a tier of three slabs, so that room runs out all the time and
-slabs change hands. Bytes are really written to slots, and every match is read back and compared. The disk is a
-dict that writes, loses and reads whenever it likes.
+slabs change hands. Bytes are really written to slots, and every match is read back and compared. The GPU and the
+disk are dicts that take copies, make room and are read, well or badly, whenever the machine likes.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.transport.memory import copy_and_hash_pieces
 from kvstore.types import BlockHash, HashArray, IntArray, Outcome, SessionId
 from kvstore_server.config import EVICTION_POLICIES
+from kvstore_server.index import BESIDE, Beside
 from kvstore_server.level import State
 from kvstore_server.session import Session
 from kvstore_server.store import Store
@@ -34,15 +35,16 @@ which = st.integers(0, 1)
 tree = st.integers(0, 3)
 length = st.integers(1, 6)
 session_number = st.integers(0, 2)
+beside = st.sampled_from(BESIDE)
 
 
-class DictDisk:
-    """What lies below the store: it does what it is told when the machine says so."""
+class DictTiers:
+    """What lies beside memory: it does what it is told when the machine says so."""
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[Space, BlockHash]] = []  # committed, and not written down
+        self.waiting: list[tuple[Space, BlockHash]] = []  # committed, and not copied anywhere
         self.rising: list[Rise] = []
-        self.bytes_in: dict[int, bytes] = {}  # by slot
+        self.bytes_in: dict[Beside, dict[int, bytes]] = {tier: {} for tier in BESIDE}  # by slot
         self.last_slot = 0
 
     def stored(self, space: Space, rows: IntArray) -> None:
@@ -51,9 +53,12 @@ class DictDisk:
     def rise(self, rise: Rise) -> None:
         self.rising.append(rise)
 
-    def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
+    def loaded(self, space: Space, rows: IntArray) -> None:
+        self.stored(space, rows)
+
+    def forgotten(self, space: Space, tier: Beside, hashes: HashArray, slots: IntArray) -> None:
         for slot in slots.tolist():
-            del self.bytes_in[slot]
+            del self.bytes_in[tier][slot]
 
     def statistics(self) -> list[TierStatistics]:
         return []
@@ -66,14 +71,9 @@ class StoreMachine(RuleBasedStateMachine):
     def start(self, policy: str) -> None:
         self.evicted: list[BlockHash] = []
         self.tier = CpuTier(capacity_bytes=3 << 16, slab_bytes=1 << 16, page_lock=PageLock(wanted=False))
-        self.disk = DictDisk()
-        self.store = Store(
-            self.tier,
-            on_change=self.note,
-            on_slab_closed=lambda slab, readers: None,
-            below=self.disk,
-            policy=policy,
-        )
+        self.beside = DictTiers()
+        self.store = Store(self.tier, on_change=self.note, on_slab_closed=lambda slab, readers: None, policy=policy)
+        self.store.lower.below = self.beside
         self.request_id = 0
         self.losing: set[BlockHash] = set()  # what is going to be lost, whoever holds it
         self.spaces = [self.store.open_space(kv) for kv in SPECS]
@@ -99,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
     def note(self, change: Change) -> None:
         space = next(n for n, kv in enumerate(SPECS) if kv.namespace == change.namespace)
         if change.stored:
-            if change.tier == "disk":
+            if change.tier != "cpu":
                 assert set(change.hashes.tolist()) <= self.committed[space]
             self.committed[space] |= set(change.hashes.tolist())
             return
@@ -209,39 +209,45 @@ class StoreMachine(RuleBasedStateMachine):
         ready = [block for position, block in enumerate(hashes) if position not in {*loaded.errors, *loaded.writing}]
         self.read_back(space, ready)
 
-    # The disk.
+    # The GPU and the disk.
 
-    @precondition(lambda self: self.disk.waiting)
-    @rule(count=st.integers(1, 6))
-    def disk_writes(self, count: int) -> None:
-        for _ in range(min(count, len(self.disk.waiting))):
-            space, block_hash = self.disk.waiting.pop(0)
+    @precondition(lambda self: self.beside.waiting)
+    @rule(count=st.integers(1, 6), tier=beside)
+    def a_tier_takes_copies(self, count: int, tier: Beside) -> None:
+        for _ in range(min(count, len(self.beside.waiting))):
+            space, block_hash = self.beside.waiting.pop(0)
             rows = space.index.find(records([block_hash]))
-            if space.index.state(int(rows[0])) != State.COMMITTED or space.index.disk.has(rows).any():
+            if space.index.state(int(rows[0])) != State.COMMITTED or space.index.beside(tier).has(rows).any():
                 continue
-            self.disk.last_slot += 1
-            slot = self.disk.last_slot
-            self.disk.bytes_in[slot] = self.memory_of(space, rows)
-            self.store.written(space, rows, np.array([slot]))
+            self.beside.last_slot += 1
+            slot = self.beside.last_slot
+            self.beside.bytes_in[tier][slot] = self.memory_of(space, rows)
+            self.store.lower.written(space, tier, rows, np.array([slot]))
 
-    @rule(space=which, count=st.integers(1, 4))
-    def disk_makes_room(self, space: int, count: int) -> None:
-        hashes, slots = self.store.make_room_below(self.spaces[space], count)
+    @rule(space=which, count=st.integers(1, 4), tier=beside)
+    def a_tier_makes_room(self, space: int, count: int, tier: Beside) -> None:
+        hashes, slots = self.store.lower.make_room(self.spaces[space], tier, count)
         for block_hash, slot in zip(hashes.tolist(), slots.tolist(), strict=True):
-            assert self.disk.bytes_in.pop(slot) == block_bytes(SPECS[space], block_hash).tobytes()
-            assert not self.leases[space][block_hash], "a leased block left the disk"
+            assert self.beside.bytes_in[tier].pop(slot) == block_bytes(SPECS[space], block_hash).tobytes()
+            assert not self.leases[space][block_hash], "a leased block left its tier"
 
-    @precondition(lambda self: self.disk.rising)
+    @precondition(lambda self: self.beside.rising)
     @rule(bad=st.sets(st.integers(0, 5), max_size=2))
-    def disk_reads(self, bad: set[int]) -> None:
-        rise = self.disk.rising.pop(0)
+    def a_tier_is_read(self, bad: set[int]) -> None:
+        rise = self.beside.rising.pop(0)
         good = np.array([position not in bad for position in range(len(rise.rows))])
-        for address, slot in zip(rise.addresses[good].tolist(), rise.disk_slots[good].tolist(), strict=True):
-            data = self.disk.bytes_in[slot]
+        for address, slot in zip(rise.addresses[good].tolist(), rise.slots[good].tolist(), strict=True):
+            data = self.beside.bytes_in[rise.tier][slot]
             ctypes.memmove(address, data, len(data))
-        self.losing = set(rise.hashes[~good].tolist())
-        self.store.risen(rise, good, np.zeros((len(rise.rows), rise.space.spec.num_parts), np.uint64))
+        others = [rise.space.index.beside(tier) for tier in BESIDE if tier != rise.tier]
+        elsewhere = np.any([level.has(rise.rows) for level in others], axis=0)
+        self.losing = set(rise.hashes[~good & ~elsewhere].tolist())
+        self.store.lower.risen(rise, good, np.zeros((len(rise.rows), rise.space.spec.num_parts), np.uint64))
+        assert set(rise.hashes[~good & elsewhere].tolist()) <= self.rising(rise.space), "the other tier was not asked"
         self.losing = set()
+
+    def rising(self, space: Space) -> set[BlockHash]:
+        return {block for rise in self.beside.rising if rise.space is space for block in rise.hashes.tolist()}
 
     def memory_of(self, space: Space, rows: IntArray) -> bytes:
         (address,) = self.tier.addresses(space.index.memory.slots(rows))
@@ -268,12 +274,12 @@ class StoreMachine(RuleBasedStateMachine):
         if pinned:
             self.pinned[space] |= there
         else:
-            self.pinned[space] -= there
+            self.pinned[space] -= set(hashes)  # those that were lost meanwhile too
         assert self.store.set_pinned(self.spaces[space], records(hashes), pinned) == len(there)
 
     @rule(space=which)
     def clear(self, space: int) -> None:
-        rising = {block for rise in self.disk.rising for block in rise.hashes.tolist()}
+        rising = self.rising(self.spaces[space])
         held = {block for block in self.committed[space] if self.leases[space][block] or block in self.pinned[space]}
         held |= rising & self.committed[space]
         self.store.clear(self.spaces[space])
@@ -311,9 +317,11 @@ class StoreMachine(RuleBasedStateMachine):
         """Each block lies where the index says, under its hash, with its bytes and no one else's."""
         index = self.spaces[space].index
         rows = index.find(records(hashes))
-        on_disk = index.disk.has(rows)
-        for block_hash, slot in zip(np.array(hashes, object)[on_disk], index.disk.slots(rows)[on_disk], strict=True):
-            assert self.disk.bytes_in[int(slot)] == block_bytes(SPECS[space], block_hash).tobytes()
+        for tier in BESIDE:
+            slots = index.beside(tier).slots(rows).tolist()
+            for block_hash, slot in zip(hashes, slots, strict=True):
+                if slot != NONE:
+                    assert self.beside.bytes_in[tier][slot] == block_bytes(SPECS[space], block_hash).tobytes()
         in_memory = index.states(rows) == State.COMMITTED
         rows, hashes = rows[in_memory], [block for block, there in zip(hashes, in_memory, strict=True) if there]
         slabs, places = slabs_and_places(index.memory.slots(rows))
@@ -331,15 +339,18 @@ class StoreMachine(RuleBasedStateMachine):
             rows = space.index.stored()
             assert set(space.index.hashes_of(rows).tolist()) == self.committed[number]
             held = {block for block, count in self.leases[number].items() if count > 0}
-            rising = {block for rise in self.disk.rising if rise.space is space for block in rise.hashes.tolist()}
+            rising = self.rising(space)
             assert space.index.num_leased == len(held | rising)
+            assert space.index.num_pinned == len(self.pinned[number])
             assert space.index.count(State.RISING) == len(rising)
             for row in rows.tolist():
                 # A parent is younger than its children, so that chains are evicted from their end.
                 parent_row = space.index.find(space.index.parent_hashes(np.array([row])))
                 if parent_row != NONE:
                     assert (space.index.stamps.of(parent_row) > space.index.stamps.of(np.array([row]))).all()
-        assert sum(len(space.index.disk.rows()) for space in self.spaces) == len(self.disk.bytes_in)
+        for tier in BESIDE:
+            there = sum(len(space.index.beside(tier).rows()) for space in self.spaces)
+            assert there == len(self.beside.bytes_in[tier])
         used = sum(len(space.index.memory.rows()) for space in self.spaces)
         slots = sum(self.tier.arena.num_used(slab) for kv in SPECS for slab in self.tier.arena.slabs_of(kv.namespace))
         assert used == slots, "a slot is neither free nor a block's"

@@ -27,7 +27,8 @@ STATS = pb.StatsReply(
     counters=pb.Counters(**dataclasses.asdict(COUNTED)),
     tiers=[
         pb.TierStats(tier="cpu", capacity_bytes=100, slab_bytes=80, used_bytes=60, num_slabs=4),
-        pb.TierStats(tier="disk", capacity_bytes=1000, slab_bytes=800, used_bytes=600, num_slabs=40),
+        pb.TierStats(tier="disk", place="/a", capacity_bytes=1000, slab_bytes=800, used_bytes=600, num_slabs=40),
+        pb.TierStats(tier="disk", place="/b", capacity_bytes=2000, slab_bytes=1800, used_bytes=1600, num_slabs=50),
     ],
     blocks_committed=21,
     blocks_writing=22,
@@ -44,7 +45,7 @@ STATS = pb.StatsReply(
 def exported(snapshot: Snapshot) -> dict[str, float]:
     """Every sample as it is scraped, but for the information of the build."""
     return {
-        sample.name + (f":{sample.labels['tier']}" if sample.labels else ""): sample.value
+        sample.name + (f":{sample.labels['tier']}{sample.labels['place']}" if sample.labels else ""): sample.value
         for metric in series(snapshot)
         for sample in metric.samples
         if metric.name != "kvstore_build"
@@ -57,7 +58,7 @@ def test_every_counter_has_a_help() -> None:
 
 def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
     counters = {f"kvstore_{name}_total": count for name, count in dataclasses.asdict(COUNTED).items()}
-    assert exported(Snapshot(STATS, DiskState(backlog_bytes=31, failed=True))) == counters | {
+    assert exported(Snapshot(STATS, DiskState(backlog_bytes=31, num_failed=1))) == counters | {
         "kvstore_uptime_seconds": 1.5,
         "kvstore_draining": 1,
         "kvstore_blocks_committed": 21,
@@ -69,15 +70,19 @@ def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
         "kvstore_writes": 22,
         "kvstore_region_bytes": 33,
         "kvstore_tier_capacity_bytes:cpu": 100,
-        "kvstore_tier_capacity_bytes:disk": 1000,
+        "kvstore_tier_capacity_bytes:disk/a": 1000,
+        "kvstore_tier_capacity_bytes:disk/b": 2000,
         "kvstore_tier_slab_bytes:cpu": 80,
-        "kvstore_tier_slab_bytes:disk": 800,
+        "kvstore_tier_slab_bytes:disk/a": 800,
+        "kvstore_tier_slab_bytes:disk/b": 1800,
         "kvstore_tier_used_bytes:cpu": 60,
-        "kvstore_tier_used_bytes:disk": 600,
+        "kvstore_tier_used_bytes:disk/a": 600,
+        "kvstore_tier_used_bytes:disk/b": 1600,
         "kvstore_tier_slabs:cpu": 4,
-        "kvstore_tier_slabs:disk": 40,
+        "kvstore_tier_slabs:disk/a": 40,
+        "kvstore_tier_slabs:disk/b": 50,
         "kvstore_spill_backlog_bytes": 31,
-        "kvstore_disk_failed": 1,
+        "kvstore_disks_failed": 1,
     }
 
 
@@ -90,7 +95,7 @@ def test_the_build_is_told_by_version_and_boot_id() -> None:
 
 def test_without_a_disk_tier_nothing_is_said_of_one() -> None:
     names = exported(Snapshot(STATS, None)).keys()
-    assert "kvstore_disk_failed" not in names
+    assert "kvstore_disks_failed" not in names
     assert "kvstore_spill_backlog_bytes" not in names
 
 

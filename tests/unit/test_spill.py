@@ -13,18 +13,23 @@ from builders import block_bytes, chain, records, spec
 from kvstore.spec import KVSpec
 from kvstore.transport.memory import copy_and_hash_pieces
 from kvstore.types import BlockHash, ByteArray, IntArray, SessionId
+from kvstore_server import spill
+from kvstore_server.beside import TiersBeside
 from kvstore_server.level import State
 from kvstore_server.scrub import Scrubber
 from kvstore_server.session import Session
-from kvstore_server.spill import Spill
+from kvstore_server.spill import Spill, WritePolicy
 from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier
 from kvstore_server.tiers.disk import DiskFailed, DiskFull, DiskTier
+from kvstore_server.tiers.disks import Disks
 from kvstore_server.tiers.pinning import PageLock
 from kvstore_server.values import Space
+from kvstore_server.watermarks import Watermarks
 
 A = spec(model="a", layers=2, bytes_per_part=10_000)
 B = spec(model="b", layers=1, bytes_per_part=30_000)
+THROUGH = WritePolicy("through", Watermarks(high=0.8, low=0.6))
 SLAB_BYTES = 1 << 18
 DEADLINE_S = 20
 
@@ -32,17 +37,21 @@ DEADLINE_S = 20
 class House:
     """A store over a disk, with the worker between them."""
 
-    def __init__(self, folder: Path, *, memory_slabs: int = 4, disk_slabs: int = 16) -> None:
+    def __init__(
+        self, folder: Path, *, memory_slabs: int = 4, disk_slabs: int = 16, policy: WritePolicy = THROUGH
+    ) -> None:
         self.tier = CpuTier(
             capacity_bytes=memory_slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, page_lock=PageLock(wanted=False)
         )
-        self.store = Store(self.tier)
+        self.durable = asyncio.Event()  # some block is on disk
+        self.store = Store(self.tier, on_change=lambda change: self.durable.set() if change.tier == "disk" else None)
         self.disk = DiskTier(
             folder, capacity_bytes=disk_slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, reserve_bytes=0, num_threads=2
         )
-        self.spill = Spill(self.store, self.disk)
-        self.store.below = self.spill
-        self.spill.restore(self.disk.recover())
+        self.disks = Disks([self.disk])
+        self.spill = Spill(self.store, self.disks, policy=policy)
+        self.store.lower.below = TiersBeside(disk=self.spill)
+        self.spill.restore(self.disks.recover())
 
     def put(self, kv: KVSpec, hashes: list[BlockHash], *, parent: BlockHash | None = None) -> Space:
         """The blocks are committed in memory, as far as there is room."""
@@ -62,7 +71,7 @@ class House:
         return space
 
     async def settle(self) -> None:
-        assert await self.spill.flush(DEADLINE_S)
+        assert await self.spill.settle(DEADLINE_S)
         await self.spill.quiesce()
 
     def session(self, space: Space, wake: Callable[[], None] = lambda: None) -> Session:
@@ -78,8 +87,8 @@ class House:
 
 
 @asynccontextmanager
-async def house(folder: Path, **sizes: int) -> AsyncIterator[House]:
-    built = House(folder, **sizes)
+async def house(folder: Path, *, policy: WritePolicy = THROUGH, **sizes: int) -> AsyncIterator[House]:
+    built = House(folder, policy=policy, **sizes)
     worker = asyncio.create_task(built.spill.run())
     try:
         yield built
@@ -88,7 +97,7 @@ async def house(folder: Path, **sizes: int) -> AsyncIterator[House]:
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
         await built.spill.quiesce()
-        built.disk.close()
+        built.disks.close()
         built.tier.close()
 
 
@@ -180,7 +189,7 @@ def test_a_block_that_has_gone_bad_is_dropped_by_the_scrubber(tmp_path: Path) ->
             hashes = chain(4, of=A)
             space = at.put(A, hashes)
             await at.settle()
-            scrubber = Scrubber(at.store, at.spill, bytes_per_s=1 << 30)
+            scrubber = Scrubber(at.spill, bytes_per_s=1 << 30)
             assert await scrubber.check(space, records(hashes)) == 4 * A.block_bytes
             assert at.store.counters.blocks_lost == 0
             flip_a_bit_of(block_bytes(A, hashes[2]).tobytes()[:64], tmp_path)
@@ -255,6 +264,88 @@ def test_a_disk_that_fails_costs_no_store(
             assert len(space.index.disk.rows()) == 0
             assert at.store.match(space, records(hashes))[0].size == 4
             assert space.index.num_leased == 0
+
+    run(test)
+
+
+def test_with_the_policy_evict_only_the_oldest_are_written_and_nothing_is_lost_when_memory_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers: E6, E11."""
+    monkeypatch.setattr(spill, "LOOK_BYTES", 1)
+
+    async def test() -> None:
+        policy = WritePolicy("evict", Watermarks(high=0.6, low=0.3))
+        async with house(tmp_path, disk_slabs=32, policy=policy) as at:
+            hashes = chain(60, of=A)
+            space = at.put(A, hashes[:12])
+            await at.settle()
+            assert at.store.counters.blocks_written == 0, "memory is far from full"
+            for first in range(12, 60, 6):
+                at.put(A, hashes[first : first + 6], parent=hashes[first - 1])
+                await at.settle()
+            index = space.index
+            rows = index.find(records(hashes))
+            assert (index.states(rows) >= State.COMMITTED).all()
+            assert index.count(State.COLD) > 0
+            only_here = rows[index.memory.has(rows) & ~index.disk.has(rows)]
+            assert 0 < len(only_here) * A.block_bytes <= at.tier.arena.capacity_bytes * 0.6
+            assert index.stamps.of(only_here).min() > index.stamps.of(rows[index.disk.has(rows)]).max()
+
+    run(test)
+
+
+def test_what_the_queue_had_no_room_for_is_written_when_memory_fills_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers: E6."""
+    monkeypatch.setattr(spill, "LOOK_BYTES", 1)
+    monkeypatch.setattr(spill, "BACKLOG_BYTES", 0)
+
+    async def test() -> None:
+        async with house(tmp_path, policy=WritePolicy("through", Watermarks(high=0.5, low=0.0))) as at:
+            space = at.put(A, chain(6, of=A))
+            await at.settle()
+            assert (at.store.counters.blocks_unwritten, at.store.counters.blocks_written) == (6, 0)
+            at.put(A, chain(30, of=A)[6:], parent=chain(30, of=A)[5])
+            await at.settle()
+            assert space.index.disk.has(space.index.stored()).all()
+
+    run(test)
+
+
+def test_a_flush_writes_all_that_is_in_memory_only(tmp_path: Path) -> None:
+    """Covers: F6."""
+    hashes = chain(8, of=A)
+
+    async def first() -> None:
+        async with house(tmp_path, policy=WritePolicy("evict", Watermarks(high=1.0, low=1.0))) as at:
+            at.put(A, hashes)
+            await at.settle()
+            assert at.store.counters.blocks_written == 0
+            assert await at.spill.flush(DEADLINE_S)
+            assert at.store.counters.blocks_written == 8
+
+    async def second() -> None:
+        async with house(tmp_path) as at:
+            assert at.store.match(at.store.spaces[A.namespace], records(hashes))[0].size == 8
+
+    run(first)
+    run(second)
+
+
+def test_a_write_waits_while_others_are_stored_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Covers: A2."""
+    monkeypatch.setattr(spill, "QUIET_S", 60.0)
+    monkeypatch.setattr(spill, "LINGER_S", 0.05)
+
+    async def test() -> None:
+        async with house(tmp_path) as at:
+            hashes = chain(4, of=A)
+            at.put(A, hashes)
+            await asyncio.wait_for(at.durable.wait(), DEADLINE_S)
 
     run(test)
 

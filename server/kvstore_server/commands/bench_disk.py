@@ -8,8 +8,7 @@ import mmap
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -24,6 +23,7 @@ from kvstore.transport.memory import address_of, hash_pieces
 from kvstore.types import HASH_BYTES, AnyArray, BlockHash, ByteArray, HashArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client import KVClient, Region
+from kvstore_server.backlog import BATCH_BYTES
 from kvstore_server.commands.bench_disk_daemon import acknowledgements, restarts
 from kvstore_server.commands.measure import (
     DEADLINE_S,
@@ -44,12 +44,10 @@ from kvstore_server.commands.measure import (
     store_all,
     timed,
 )
-from kvstore_server.spill import BATCH_BYTES
+from kvstore_server.commands.plain import CALL_BYTES, plain_copy, plain_file
 from kvstore_server.tiers.disk import DiskTier
 
-CALL_BYTES: Final = 1 << 20  # of the plain copies
-
-Copy = Callable[[int, Sequence[memoryview], int], int]  # pwritev or preadv
+WARM_UPS: Final = 2  # rounds that are not timed: after them the disk of the daemons is full, as the others' files are
 
 
 def run_disk(*, path: Path, size_bytes: int, part_bytes: int, threads: int, rounds: int) -> dict[str, float | int]:
@@ -90,19 +88,24 @@ def _bandwidths(job: DiskJob) -> dict[str, float | int]:
     target[:] = 0
     spec = bench_spec("bench", job.part_bytes)
     seconds: dict[str, list[float]] = {}
-    with _plain_file(job) as fd, open_tier(job, "tier", size_bytes=job.size_bytes) as tier:
+    with (
+        plain_file(job.folder / "plain", job.size_bytes) as fd,
+        open_tier(job, "tier", size_bytes=job.size_bytes) as tier,
+    ):
         in_process = _TierCopy(tier, spec, source=source, target=target)
-        for number in range(job.rounds + 1):  # the first only warms up
-            progress(f"round {number} of {job.rounds}: {job.num_blocks} blocks of {job.part_bytes >> 10} KiB")
+        for number in range(WARM_UPS + job.rounds):
+            progress(
+                f"round {number + 1} of {WARM_UPS + job.rounds}: {job.num_blocks} blocks of {job.part_bytes >> 10} KiB"
+            )
             hashes = bench_chain(spec, job.num_blocks, seed=number)
-            took = {"direct_write": timed(lambda: _plain_copy(os.pwritev, fd, source, job.threads))}
-            took["direct_read"] = timed(lambda: _plain_copy(os.preadv, fd, target, job.threads))
+            took = {"direct_write": timed(lambda: plain_copy(os.pwritev, fd, source, job.threads))}
+            took["direct_read"] = timed(lambda: plain_copy(os.preadv, fd, target, job.threads))
             _expect_copied(source, target)
             took |= in_process.round(hashes)
             _expect_copied(source, target)
             took |= _through_daemons(job, spec, hashes, source=source, target=target)
             _expect_copied(source, target)
-            if number:
+            if number >= WARM_UPS:
                 for name, value in took.items():
                     seconds.setdefault(name, []).append(value)
     gbps = {name: job.size_bytes / statistics.median(values) / 1e9 for name, values in seconds.items()}
@@ -110,37 +113,6 @@ def _bandwidths(job: DiskJob) -> dict[str, float | int]:
     for name, limit in (("write", "write"), ("read", "read"), ("store", "write"), ("load", "read")):
         figures[f"{name}_ratio"] = round(gbps[name] / gbps[f"direct_{limit}"], 3)
     return figures
-
-
-@contextmanager
-def _plain_file(job: DiskJob) -> Iterator[int]:
-    """A file of the size of the working set, its blocks allocated, past the page cache."""
-    path = job.folder / "plain"
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-    except OSError as error:
-        raise InvalidRequest(f"{path}: expected a file system with O_DIRECT, got: {error}; give another path") from None
-    try:
-        os.posix_fallocate(fd, 0, job.size_bytes)
-        yield fd
-    finally:
-        os.close(fd)
-        path.unlink()
-
-
-def _plain_copy(copy: Copy, fd: int, memory: ByteArray, threads: int) -> None:
-    """The limit: all of the memory to or from the file, flushed if written, and nothing else."""
-    view = memory.data
-
-    def work(first: int) -> None:
-        for begin in range(first * CALL_BYTES, memory.size, CALL_BYTES * threads):
-            count = copy(fd, [view[begin : begin + CALL_BYTES]], begin)
-            assert count == CALL_BYTES, f"{count} of {CALL_BYTES} bytes at {begin}"
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, range(threads)))
-    if copy is os.pwritev:
-        os.fdatasync(fd)
 
 
 class _TierCopy:
@@ -194,7 +166,7 @@ class _TierCopy:
 def _through_daemons(
     job: DiskJob, spec: KVSpec, hashes: list[BlockHash], *, source: ByteArray, target: ByteArray
 ) -> dict[str, float]:
-    """Seconds until all is on disk, and, with another daemon, until all is back; nothing of it is left."""
+    """Seconds until all is on disk, and, with another daemon, until all is back."""
     flags = job.daemon_flags("daemon", size_bytes=job.size_bytes)
     with running_daemon(*flags, size_bytes=job.size_bytes) as daemon, connected(daemon, spec) as client:
         region = client.region(job.size_bytes)
@@ -206,8 +178,6 @@ def _through_daemons(
         target[:] = 0
         await_memory(daemon)
         load_s = timed(lambda: load_all(client, hashes, target))
-        with admin_of(daemon) as admin:
-            admin.Clear(pb.ClearRequest(), timeout=DEADLINE_S)
     return {"store": store_s, "load": load_s}
 
 

@@ -4,7 +4,7 @@ import itertools
 import os
 import statistics
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -36,6 +36,7 @@ from kvstore_server.commands.measure import (
     store_all,
     timed,
 )
+from kvstore_server.commands.plain import plain_writer
 
 NUM_CHAINS, CHAIN_BLOCKS, RESTARTS = 1000, 100, 3
 SMALL_BYTES: Final = 4096
@@ -148,21 +149,22 @@ class _Mode:
 
 
 def acknowledgements(job: DiskJob) -> dict[str, float | int]:
-    """Latencies of stores without a disk, with one that has nothing else to do, and with one that is behind."""
+    """Latencies of stores with a disk tier off, on and behind; and off, beside plain writes of another process."""
     size_bytes = 2 * job.size_bytes
     flags = job.daemon_flags("acks", size_bytes=size_bytes)
-    samples: dict[str, list[float]] = {"off": [], "on": [], "saturated": []}
+    samples: dict[str, list[float]] = {"off": [], "beside": [], "on": [], "saturated": []}
     behind = 0
     with ExitStack() as stack:
         without = _Mode(job, stack.enter_context(running_daemon(size_bytes=size_bytes)), stack, seed=0)
         disk = _Mode(job, stack.enter_context(running_daemon(*flags, size_bytes=size_bytes)), stack, seed=1 << 20)
         for number in range(TURNS + 1):  # the first only warms up
             progress(f"acknowledgements: turn {number} of {TURNS}")
-            for name, mode in (("off", without), ("on", disk), ("saturated", disk)):
+            for name, mode in (("off", without), ("beside", without), ("on", disk), ("saturated", disk)):
                 mode.fill()
                 if name == "on":
                     mode.drain()
-                took = mode.turn()
+                with plain_writer(job.folder / "beside", job.threads) if name == "beside" else nullcontext():
+                    took = mode.turn()
                 if number:
                     samples[name] += took
                     behind += name == "saturated" and mode.backlog() > 0
@@ -173,7 +175,7 @@ def acknowledgements(job: DiskJob) -> dict[str, float | int]:
         ordered = sorted(values)
         figures[f"store_ack_p50_ms_{name}"] = round(ordered[len(ordered) // 2], 3)
         figures[f"store_ack_p99_ms_{name}"] = round(ordered[int(len(ordered) * 0.99)], 3)
-    for name in ("on", "saturated"):
-        ratio = figures[f"store_ack_p99_ms_{name}"] / figures["store_ack_p99_ms_off"]
-        figures[f"ack_ratio_{name}"] = round(ratio, 3)
+    for name, limit in (("on", "off"), ("saturated", "off"), ("saturated", "beside")):
+        ratio = figures[f"store_ack_p99_ms_{name}"] / figures[f"store_ack_p99_ms_{limit}"]
+        figures[f"ack_ratio_{name}" + (f"_{limit}" if limit != "off" else "")] = round(ratio, 3)
     return figures | {"saturated_share": round(behind / TURNS, 2)}

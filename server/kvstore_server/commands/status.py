@@ -1,16 +1,11 @@
 """`kvstore status` and `kvstore clear`: ask a daemon's Admin service."""
 
-from typing import Any, Final
+from typing import Any
 
-import grpc
-
-from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, error_of
+from kvstore.errors import InvalidRequest
 from kvstore.types import HASH_BYTES
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.v1.kvstore_pb2_grpc import AdminStub
-from kvstore_server.access import AUTHORIZATION
-
-TIMEOUT_S: Final = 5.0
+from kvstore_server.commands.admin import TIMEOUT_S, admin_at, bearing
 
 
 def snapshot(address: str) -> dict[str, Any]:
@@ -18,13 +13,9 @@ def snapshot(address: str) -> dict[str, Any]:
 
     Raises: StoreUnavailable, if it does not answer.
     """
-    with grpc.insecure_channel(address) as channel:
-        admin = AdminStub(channel)
-        try:
-            stats = admin.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
-            namespaces = admin.Namespaces(pb.NamespacesRequest(), timeout=TIMEOUT_S).namespaces
-        except grpc.RpcError as error:
-            raise _error(error, address) from None
+    with admin_at(address) as admin:
+        stats = admin.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
+        namespaces = admin.Namespaces(pb.NamespacesRequest(), timeout=TIMEOUT_S).namespaces
     counters = {field.name: getattr(stats.counters, field.name) for field in pb.Counters.DESCRIPTOR.fields}
     return {
         "address": address,
@@ -84,7 +75,8 @@ def render(shown: dict[str, Any]) -> str:
     ]
     for tier in shown["tiers"]:
         used, slabs, capacity = (_size(tier[name]) for name in ("used_bytes", "slab_bytes", "capacity_bytes"))
-        lines.append(f"{tier['tier']:8}{used:>12}{slabs:>12}{capacity:>12}   {tier['pages']}")
+        place = f" in {tier['place']}" if tier["place"] else ""
+        lines.append(f"{tier['tier']:8}{used:>12}{slabs:>12}{capacity:>12}   {tier['pages']}{place}")
     lines += [
         "",
         "blocks   " + ", ".join(f"{count} {state}" for state, count in blocks.items()),
@@ -118,20 +110,9 @@ def clear_blocks(address: str, namespace: str, *, token: str) -> tuple[int, int]
         digest = b"?"
     if len(digest) not in (0, HASH_BYTES):
         raise InvalidRequest(f"namespace: expected {2 * HASH_BYTES} hex digits, got {namespace!r}")
-    with grpc.insecure_channel(address) as channel:
-        try:
-            metadata = [(AUTHORIZATION, f"Bearer {token}")] if token else None
-            reply = AdminStub(channel).Clear(pb.ClearRequest(namespace=digest), timeout=TIMEOUT_S, metadata=metadata)
-        except grpc.RpcError as error:
-            raise _error(error, address) from None
+    with admin_at(address) as admin:
+        reply = admin.Clear(pb.ClearRequest(namespace=digest), timeout=TIMEOUT_S, metadata=bearing(token))
     return reply.blocks_removed, reply.blocks_kept
-
-
-def _error(error: grpc.RpcError, address: str) -> KVStoreError:
-    code = error.code()
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return StoreUnavailable(f"{address}: no daemon answers there; start one with `kvstore serve`, or check ADDRESS")
-    return error_of(code.value[0], error.details() or "no details")
 
 
 def _size(size_bytes: int) -> str:

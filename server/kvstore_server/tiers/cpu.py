@@ -47,6 +47,7 @@ class TierStatistics:
     used_bytes: int
     num_slabs: int
     pages: str
+    place: str = ""  # the directory of a disk
 
 
 class CpuTier:

@@ -9,7 +9,6 @@ Source: docs/spec/disk.md for the bytes; `recovery` for what a restart finds.
 
 import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from kvstore_server.tiers.files import Files
 from kvstore_server.tiers.packing import Packer
 from kvstore_server.tiers.records import PAGE_BYTES, Packed
 from kvstore_server.tiers.recovery import Recovered
+from kvstore_server.tiers.sequences import Sequences
 from kvstore_server.tiers.slab import SLOT_BITS
 from kvstore_server.tiers.slab_files import SlabFiles
 
@@ -53,12 +53,13 @@ class DiskTier:
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
         codec: Callable[[KVSpec], Codec] = lambda spec: Codec.NONE,
+        sequences: Sequences | None = None,
     ) -> None:
         """The directory is this tier's alone; made, if it was not there. Call `recover` next. Blocks.
 
         Slab files take at most `capacity_bytes`, and are made only while `reserve_bytes` of the file system stay
         free. The catalog comes on top: 512 bytes a block at most. `codec` is asked once for each namespace that is
-        written; what was written before is read whatever it says.
+        written; what was written before is read whatever it says. `sequences` are shared with the daemon's other disks.
 
         Raises: StoreUnavailable, if another daemon has it; InvalidRequest, if LMDB is not installed; DiskFailed, if
         it cannot be used, or another version wrote it.
@@ -69,8 +70,7 @@ class DiskTier:
         self._files = files or Files()
         self._listed: set[SlabId] = set()  # in the catalog
         self._failures = Failures(directory, on_full=self._slots.stop_growing)
-        self._counting = threading.Lock()
-        self._next_sequence = 1
+        self._sequences = sequences or Sequences()
         with ExitStack() as opened, self._failures.during("open"):
             for path in (directory, directory / "catalog"):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,6 +145,7 @@ class DiskTier:
             used_bytes=self._slots.used_bytes,
             num_slabs=self.arena.num_slabs,
             pages="O_DIRECT" if self._slab_files.is_direct else "buffered",
+            place=str(self.directory),
         )
 
     # Files: threads. All of these block.
@@ -170,7 +171,7 @@ class DiskTier:
                 self._slab_files.delete(plan.unwanted_files)
         for recovered in plan.recovered:
             self._slots.add_space(recovered.spec)
-            self._next_sequence = max(self._next_sequence, int(recovered.stamps.max()) + 1)
+            self._sequences.begin_after(int(recovered.stamps.max()))
         for slab, entry in plan.slabs.items():
             self._slots.adopt(slab, entry, plan.used_slots[slab])
             self._slab_files.adopt(slab)
@@ -225,7 +226,7 @@ class DiskTier:
         order = np.argsort(slots)  # so that what lies together in a file lies together in the headers
         slots, hashes, parents = slots[order], hashes[order], parents[order]
         packed = (Packed.plain(spec, addresses) if packed is None else packed)[order]
-        sequences = self._take_sequences(len(slots))[order]
+        sequences = self._sequences.take(len(slots))[order]
         with self._failures.during("write"):
             headers = layout.headers(
                 packed, hashes=hashes, parents=parents, sequences=sequences, checksums=checksums[order]
@@ -291,12 +292,6 @@ class DiskTier:
                 if error.errno not in FULL:
                     raise
                 return None
-
-    def _take_sequences(self, count: int) -> AnyArray:
-        with self._counting:
-            first = self._next_sequence
-            self._next_sequence += count
-        return np.arange(first, first + count, dtype=np.uint64)
 
 
 def _lock(fd: int, directory: Path) -> None:

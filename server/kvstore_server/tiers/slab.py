@@ -142,6 +142,10 @@ class SlabArena:
             mine = slots if len(pools) == 1 else slots[np.isin(slots >> SLOT_BITS, slabs)]
             self._free.setdefault(pool, []).extend(mine.tolist())
 
+    def num_free(self, namespace: Namespace) -> int:
+        """Slots that `allocate` can give out."""
+        return sum(len(slots) for pool, slots in self._free.items() if pool[0] == namespace)
+
     def num_used(self, slab: SlabId) -> int:
         """Slots of the slab that are in use."""
         return self._slabs[slab].num_used

@@ -1,0 +1,64 @@
+"""Blocks on their way from another tier into memory: read in pieces, so that readers hear of the first ones soon."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+from kvstore.spec import KVSpec
+from kvstore.types import AnyArray, HashArray, IntArray
+from kvstore_server.store import Store
+from kvstore_server.threads import in_thread
+from kvstore_server.values import Rise
+
+FIRST_PIECE_BYTES: Final = 8 << 20  # of one read: followers hear of its blocks when it is there
+PIECE_BYTES: Final = 32 << 20  # of those that come after it
+
+
+class Readable(Protocol):
+    """A tier that blocks are brought up from."""
+
+    def read(
+        self, spec: KVSpec, *, slots: IntArray, hashes: HashArray, addresses: IntArray
+    ) -> tuple[AnyArray, AnyArray]:
+        """`[n]` bool and `[n, num_parts]` u64: whether the block is whole at its address now, and its checksums."""
+        ...
+
+
+class Risers:
+    """Reads under way from one tier. Runs on the daemon's loop."""
+
+    def __init__(self, store: Store, tier: Readable, *, at_once: int) -> None:
+        self._store = store
+        self._tier = tier
+        self._turns = asyncio.Semaphore(at_once)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, rise: Rise) -> None:
+        """The plan is carried out, piece by piece, and the store told of each."""
+        for piece in _pieces(rise):
+            task = asyncio.create_task(self._bring_up(piece))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def quiesce(self) -> None:
+        """No read is under way."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _bring_up(self, piece: Rise) -> None:
+        async with self._turns:
+            good, checksums = await in_thread(
+                self._tier.read,
+                piece.space.spec,
+                slots=piece.slots,
+                hashes=piece.hashes,
+                addresses=piece.addresses,
+            )
+        self._store.lower.risen(piece, good, checksums)
+
+
+def _pieces(rise: Rise) -> Iterator[Rise]:
+    first, size_bytes = 0, FIRST_PIECE_BYTES
+    while first < len(rise.rows):
+        step = max(1, size_bytes // rise.space.spec.block_bytes)
+        yield rise[first : first + step]
+        first, size_bytes = first + step, PIECE_BYTES
