@@ -41,6 +41,8 @@ def main() -> None:
 @click.option("--disk-reserve", help="What stays free on its file system.")
 @click.option("--disk-threads", type=int, help="Threads that read and write the disk.")
 @click.option("--disk-scrub-bytes-s", help='How fast the disk is checked, such as "4MiB"; 0: not at all.')
+@click.option("--write-policy", type=click.Choice(["through", "evict"]), help="When blocks are written to disk.")
+@click.option("--eviction-policy", type=click.Choice(config.EVICTION_POLICIES), help="Which blocks go first.")
 @click.option("--heartbeat-s", type=float, help="Seconds between the heartbeats of a client.")
 @click.option("--prefault/--no-prefault", default=None, help="Take all memory at the start.")
 @click.option("--checksums/--no-checksums", default=None, help="Off is for benchmarks.")
@@ -164,6 +166,8 @@ def _set_pinned(
 @main.group()
 def bench() -> None:
     """Measure, each figure beside its limit in the same run."""
+    # As Ctrl-C does: what was made in between is removed, and the daemons end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @bench.command("local", epilog="Example: kvstore bench local --json")
