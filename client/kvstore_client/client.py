@@ -26,7 +26,7 @@ from kvstore_client.buffers import Destination, as_destination
 from kvstore_client.channel import Channel
 from kvstore_client.filling import LoadPlan
 from kvstore_client.load import Load
-from kvstore_client.locate import Match, locate
+from kvstore_client.locate import Match, locate, worth_loading
 from kvstore_client.options import ClientOptions, ClientStatistics, Counters
 from kvstore_client.regions import Region, Regions
 from kvstore_client.session import Answer, Session
@@ -144,7 +144,10 @@ class KVClient:
         # Without it a late answer would lease what nobody releases.
         undo = pb.ClientMessage(release=pb.Release(lease=name))
         answer, _ = session.call(message, deadline=deadline, undo=undo)
-        return Match(answer.matched.num_blocks, answer.matched.num_writing, name, hashes, session)
+        matched = answer.matched
+        num_blocks = worth_loading(matched, self.spec, prefill_tokens_per_s=self.options.prefill_tokens_per_s)
+        num_writing = matched.num_writing if num_blocks == matched.num_blocks else 0
+        return Match(num_blocks, num_writing, matched.num_blocks, name, hashes, session)
 
     def load(
         self,

@@ -22,8 +22,9 @@ from kvstore_client.source import Source
 class Match:
     """How many leading blocks are stored; a context manager that releases their lease."""
 
-    num_blocks: int  # leading blocks that are committed, and leased unless `lease` is empty
+    num_blocks: int  # leading blocks that are stored and worth loading
     num_writing: int  # blocks right after them that are being written and can be followed
+    num_found: int  # leading blocks that are stored, and leased unless `lease` is empty
     lease: str
     hashes: Sequence[BlockHash] = field(repr=False)  # all that were asked for
     _session: Session = field(repr=False)
@@ -41,6 +42,17 @@ class Match:
         """
         if self.lease and self._session.alive:
             self._session.release(self.lease)
+
+
+def worth_loading(matched: pb.Matched, spec: KVSpec, *, prefill_tokens_per_s: float) -> int:
+    """How many of the blocks found take less time to load than to compute.
+
+    Those in memory always do. Of the others each takes as long to bring up as any, so all do, or none.
+    """
+    if not prefill_tokens_per_s or not matched.rise_bytes_per_s or matched.num_warm == matched.num_blocks:
+        return matched.num_blocks
+    bring_up_s = spec.block_bytes / matched.rise_bytes_per_s
+    return matched.num_blocks if bring_up_s < spec.block_tokens / prefill_tokens_per_s else matched.num_warm
 
 
 def locate(

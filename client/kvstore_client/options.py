@@ -25,6 +25,7 @@ class ClientOptions:
     integrity: Literal["header", "always"] = "header"  # "always": each part's checksum too, after each copy
     copy_threads: int = 2
     staging_bytes: int = 256 << 20  # bound of what is on its way to the store from this client's own memory
+    prefill_tokens_per_s: float = 0.0  # what the engine computes; 0: a match is never cut for being slow to load
     breaker_failures: int = 3  # so many calls in a row without an answer open the circuit breaker
     breaker_cooldown_s: float = 1.0  # for so long at first; doubled for each probe that fails, up to 30 s
 
@@ -41,6 +42,7 @@ class ClientOptions:
         _check("integrity", self.integrity in ("header", "always"), "'header' or 'always'", self.integrity)
         _check("copy_threads", 1 <= self.copy_threads <= 256, "1 to 256", self.copy_threads)
         _check("staging_bytes", self.staging_bytes >= 1 << 20, "at least 1 MiB", self.staging_bytes)
+        _check("prefill_tokens_per_s", self.prefill_tokens_per_s >= 0, "at least 0", self.prefill_tokens_per_s)
         _check("breaker_failures", self.breaker_failures >= 1, "at least 1", self.breaker_failures)
         _check("breaker_cooldown_s", self.breaker_cooldown_s > 0, "more than 0", self.breaker_cooldown_s)
 

@@ -203,12 +203,16 @@ class Match(_message.Message):
     def __init__(self, hashes: _Optional[bytes] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class Matched(_message.Message):
-    __slots__ = ("num_blocks", "num_writing")
+    __slots__ = ("num_blocks", "num_writing", "num_warm", "rise_bytes_per_s")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_WRITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WARM_FIELD_NUMBER: _ClassVar[int]
+    RISE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_writing: int
-    def __init__(self, num_blocks: _Optional[int] = ..., num_writing: _Optional[int] = ...) -> None: ...
+    num_warm: int
+    rise_bytes_per_s: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_writing: _Optional[int] = ..., num_warm: _Optional[int] = ..., rise_bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("hashes",)

@@ -100,6 +100,10 @@ class TiersBeside:
         gpu = [self.gpu.statistics()] if self.gpu is not None else []
         return gpu + (self.disk.statistics() if self.disk is not None else [])
 
+    def rise_bytes_per_s(self) -> int:
+        speeds = [int(tier.rise_bytes_per_s) for tier in (self.gpu, self.disk) if tier is not None]
+        return min((speed for speed in speeds if speed), default=0)
+
     def _of(self, tier: Beside) -> Lift | Spill:
         found = self.gpu if tier == "gpu" else self.disk
         assert found is not None, "a block is in a tier that is not there"

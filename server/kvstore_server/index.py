@@ -101,6 +101,10 @@ class Index:
         """Rows of all blocks that a match counts."""
         return np.flatnonzero(self._columns.state >= State.COMMITTED)
 
+    def num_warm(self, rows: IntArray) -> int:
+        """How many of these stored blocks lead that are in memory or on their way there."""
+        return _leading(self._columns.state.take(rows) != State.COLD)
+
     def beside(self, tier: Beside) -> Level:
         return self.gpu if tier == "gpu" else self.disk
 

@@ -65,6 +65,11 @@ class Lift:
     def rise(self, rise: Rise) -> None:
         self._risers.begin(rise)
 
+    @property
+    def rise_bytes_per_s(self) -> float:
+        """As `Risers.bytes_per_s`."""
+        return self._risers.bytes_per_s
+
     def forgotten(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
         # A read that is under way there compares what it got with the checksums of the block that it wanted.
         self.tier.free(slots)

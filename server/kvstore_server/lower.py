@@ -43,6 +43,10 @@ class Below(Protocol):
         """Of each tier there is."""
         ...
 
+    def rise_bytes_per_s(self) -> int:
+        """How fast blocks came up lately, from the slowest tier that was asked; 0: none did yet."""
+        ...
+
 
 class NothingBelow:
     """Memory is the only tier."""
@@ -61,6 +65,9 @@ class NothingBelow:
 
     def statistics(self) -> list[TierStatistics]:
         return []
+
+    def rise_bytes_per_s(self) -> int:
+        return 0
 
 
 class Lower:

@@ -99,8 +99,9 @@ class Requests:
         return reply.SerializeToString()
 
     def _match(self, connection: Connection, _: int, request: pb.Match) -> pb.ServerMessage:
-        num_blocks, num_writing = connection.session.match(unpack_hashes(request.hashes), _lease(request.lease))
-        return pb.ServerMessage(matched=pb.Matched(num_blocks=num_blocks, num_writing=num_writing))
+        found = connection.session.match(unpack_hashes(request.hashes), _lease(request.lease))
+        speed = self._store.lower.below.rise_bytes_per_s()
+        return pb.ServerMessage(matched=pb.Matched(**found._asdict(), rise_bytes_per_s=speed))
 
     def _prefetch(self, connection: Connection, _: int, request: pb.Prefetch) -> pb.ServerMessage:
         space = connection.session.space

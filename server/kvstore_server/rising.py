@@ -10,6 +10,7 @@ from kvstore_server.store import Store
 from kvstore_server.threads import in_thread
 from kvstore_server.values import Rise
 
+MEMORY_S: Final = 4.0  # of reading, after which what came before counts half
 FIRST_PIECE_BYTES: Final = 8 << 20  # of one read: followers hear of its blocks when it is there
 PIECE_BYTES: Final = 32 << 20  # of those that come after it
 
@@ -24,6 +25,39 @@ class Readable(Protocol):
         ...
 
 
+class Speed:
+    """Bytes a second, over the time in which any were under way. What is long ago counts less."""
+
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._since_s = 0.0
+        self._busy_s = 0.0
+        self._bytes = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """0: none came yet."""
+        return self._bytes / self._busy_s if self._busy_s else 0.0
+
+    def begin(self, now_s: float) -> None:
+        """Some are under way from now on."""
+        self._count(now_s)
+        self._under_way += 1
+
+    def end(self, now_s: float, size_bytes: int) -> None:
+        """So many have come."""
+        self._count(now_s)
+        self._under_way -= 1
+        self._bytes += size_bytes
+
+    def _count(self, now_s: float) -> None:
+        if self._under_way:
+            self._busy_s += now_s - self._since_s
+        self._since_s = now_s
+        if self._busy_s > MEMORY_S:
+            self._busy_s, self._bytes = self._busy_s / 2, self._bytes / 2
+
+
 class Risers:
     """Reads under way from one tier. Runs on the daemon's loop."""
 
@@ -31,7 +65,13 @@ class Risers:
         self._store = store
         self._tier = tier
         self._turns = asyncio.Semaphore(at_once)
+        self._speed = Speed()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast blocks came up lately; 0: none did yet."""
+        return self._speed.bytes_per_s
 
     def begin(self, rise: Rise) -> None:
         """The plan is carried out, piece by piece, and the store told of each."""
@@ -45,14 +85,19 @@ class Risers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _bring_up(self, piece: Rise) -> None:
+        clock = asyncio.get_running_loop().time
         async with self._turns:
-            good, checksums = await in_thread(
-                self._tier.read,
-                piece.space.spec,
-                slots=piece.slots,
-                hashes=piece.hashes,
-                addresses=piece.addresses,
-            )
+            self._speed.begin(clock())
+            try:
+                good, checksums = await in_thread(
+                    self._tier.read,
+                    piece.space.spec,
+                    slots=piece.slots,
+                    hashes=piece.hashes,
+                    addresses=piece.addresses,
+                )
+            finally:
+                self._speed.end(clock(), len(piece.rows) * piece.space.spec.block_bytes)
         self._store.lower.risen(piece, good, checksums)
 
 

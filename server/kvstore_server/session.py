@@ -12,7 +12,7 @@ from kvstore.errors import BlockMissing, InvalidRequest, StoreFull
 from kvstore.transport.shm import TICKET_BYTES
 from kvstore.types import BlockHash, ByteArray, HashArray, IntArray, Outcome, SessionId, WriteId
 from kvstore_server.store import Store
-from kvstore_server.values import Intake, Loaded, Space, Write
+from kvstore_server.values import Found, Intake, Loaded, Space, Write
 from kvstore_server.writes import Follow
 
 MAX_LEASES: Final = 65_536
@@ -70,14 +70,14 @@ class Session:
 
     # Reading.
 
-    def match(self, hashes: HashArray, lease: str) -> tuple[int, int]:
-        """(committed blocks, writing blocks after them); the lease, if named, holds exactly the former."""
+    def match(self, hashes: HashArray, lease: str) -> Found:
+        """The lease, if named, holds exactly the blocks that are stored."""
         rows, num_writing = self._store.match(self.space, hashes)
         if lease:
             self.space.index.lease(rows)  # before the old ones go, so that common blocks are held throughout
             self.release(lease)
             self._hold(lease, rows)
-        return len(rows), num_writing
+        return Found(len(rows), num_writing, self.space.index.num_warm(rows))
 
     def load(
         self, request_id: int, hashes: HashArray, *, lease: str, follow: bool = False, whole: bool = False

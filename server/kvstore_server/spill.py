@@ -108,6 +108,11 @@ class Spill:
     def rise(self, rise: Rise) -> None:
         self._risers.begin(rise)
 
+    @property
+    def rise_bytes_per_s(self) -> float:
+        """As `Risers.bytes_per_s`."""
+        return self._risers.bytes_per_s
+
     def statistics(self) -> list[TierStatistics]:
         return self.disks.statistics()
 

@@ -1,6 +1,7 @@
 """What the store keeps of each namespace and write, and the plans that it hands out."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
 from kvstore.spec import KVSpec
@@ -91,6 +92,14 @@ class Intake:
     parts: list[int]
     mask: int
     num_left_out: int
+
+
+class Found(NamedTuple):
+    """What a Match found: leading blocks that are stored, those after them in writing, and leading ones in memory."""
+
+    num_blocks: int
+    num_writing: int
+    num_warm: int
 
 
 @dataclass(frozen=True, slots=True)

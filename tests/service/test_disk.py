@@ -435,6 +435,25 @@ def test_a_file_system_that_others_filled_is_used_again_when_there_is_room(
 # What is on its way up.
 
 
+def test_a_match_is_cut_where_loading_from_disk_takes_longer_than_computing(
+    daemon: DaemonProcess, connect: Connect
+) -> None:
+    """Covers: F2."""
+    client = connect(daemon, KV)
+    hashes = chain(30, of=KV)
+    store_chain(daemon, client, hashes)
+    restart(daemon, client)
+    assert load(client, hashes[:PIECE]) == {}  # the daemon knows now how fast its disk is
+    quick, slow = (connect(daemon, KV, prefill_tokens_per_s=speed) for speed in (1e12, 1e-3))
+    cut, whole = quick.match(hashes), slow.match(hashes)
+    assert (cut.num_blocks, cut.num_found) == (PIECE, 30)
+    assert (whole.num_blocks, whole.num_found) == (30, 30)
+    assert quick.load(cut, view=True).wait().num_loaded == PIECE
+    assert client.prefetch(hashes) == 30
+    eventually(lambda: daemon.stats().counters.blocks_risen == 30)
+    assert quick.match(hashes).num_blocks == 30
+
+
 def test_a_prefetched_block_is_served_from_memory(daemon: DaemonProcess, directory: Path, connect: Connect) -> None:
     """Covers: F2, F6."""
     client = connect(daemon, KV)

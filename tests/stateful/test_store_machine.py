@@ -182,7 +182,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(space=which, number=session_number, tree=tree, length=length, lease=st.sampled_from(["", "x", "y"]))
     def match(self, space: int, number: int, tree: int, length: int, lease: str) -> None:
         hashes = TREES[space][tree][:length]
-        num_blocks, num_writing = self.sessions[space][number].match(records(hashes), lease)
+        num_blocks, num_writing, _ = self.sessions[space][number].match(records(hashes), lease)
         expected = 0
         while expected < length and hashes[expected] in self.committed[space]:
             expected += 1

@@ -41,12 +41,12 @@ def test_a_lease_too_many_is_refused_and_holds_nothing(session: Session, monkeyp
     committed(session)
     monkeypatch.setattr(session_module, "MAX_LEASES", 2)
     for name in ("a", "b"):
-        assert session.match(HASHES, name) == (4, 0)
+        assert session.match(HASHES, name) == (4, 0, 4)
     with pytest.raises(StoreFull, match="at most 2 in a session"):
         session.match(HASHES, "c")
     with pytest.raises(StoreFull, match="at most 2 in a session"):
         session.load(1, HASHES, lease="c")
-    assert session.match(HASHES, "a") == (4, 0), "one that is there already is replaced"
+    assert session.match(HASHES, "a") == (4, 0, 4), "one that is there already is replaced"
     assert session.num_leases == 2
     session.end()
     assert session.space.index.num_leased == 0
