@@ -11,13 +11,19 @@ from kvstore.types import BlockHash, ByteArray, HashArray
 
 
 def spec(
-    *, layers: int = 2, ranks: int = 1, bytes_per_part: int = 64, model: str = "model", **fields: object
+    *,
+    layers: int = 2,
+    ranks: int = 1,
+    bytes_per_part: int = 64,
+    model: str = "model",
+    dtype: str = "uint8",
+    **fields: object,
 ) -> KVSpec:
     """A small spec; two that differ in any field have different namespaces."""
     return KVSpec.uniform(
         model=model,
         revision="r1",
-        dtype="uint8",
+        dtype=dtype,
         block_tokens=4,
         layers=layers,
         ranks=ranks,
@@ -34,7 +40,15 @@ def chain(length: int, *, of: KVSpec | None = None, seed: int = 0) -> list[Block
 
 
 def block_bytes(kv: KVSpec, block_hash: BlockHash) -> ByteArray:
-    """`[block_bytes]`: what this block holds in tests; no two blocks hold the same."""
+    """`[block_bytes]`: what this block holds in tests; no two hold the same. Structured, unless they are bare bytes."""
+    held = random_bytes(kv, block_hash)
+    if kv.dtype != "uint8":
+        held[1::2] = 0x3C  # like numbers of about one size
+    return held
+
+
+def random_bytes(kv: KVSpec, block_hash: BlockHash) -> ByteArray:
+    """`[block_bytes]` that are this block's, and cannot be compressed."""
     seed = int.from_bytes(hashlib.sha256(kv.namespace + block_hash).digest()[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, kv.block_bytes, dtype=np.uint8)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from builders import block_bytes, chain, records, spec
+from builders import block_bytes, chain, random_bytes, records, spec
 
 from kvstore.hashing import pack, unpack
 from kvstore.spec import KVSpec
@@ -43,11 +43,8 @@ def compressible(kv: KVSpec) -> KVSpec:
 
 
 def contents(kv: KVSpec, block_hash: BlockHash) -> ByteArray:
-    """`[block_bytes]`: what this block holds; like numbers of about one size, but for the blocks in RANDOM."""
-    held = block_bytes(kv, block_hash)
-    if kv.dtype != "uint8" and block_hash not in RANDOM:
-        held[1::2] = 0x3C
-    return held
+    """`[block_bytes]`: what this block holds; the blocks in RANDOM cannot be compressed."""
+    return (random_bytes if block_hash in RANDOM else block_bytes)(kv, block_hash)
 
 
 def memory(kv: KVSpec, count: int) -> tuple[ByteArray, IntArray]:

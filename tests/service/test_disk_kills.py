@@ -25,6 +25,7 @@ FIELDS: list[dict[str, object]] = [
     {"layers": 2, "bytes_per_part": 8192},
     {"layers": 2, "bytes_per_part": 8192, "salt": "s"},
     {"layers": 3, "bytes_per_part": 5000, "tenant": "t"},
+    {"layers": 2, "bytes_per_part": 8192, "dtype": "bfloat16"},  # compressed on disk
 ]
 SPECS = [spec(**fields) for fields in FIELDS]  # type: ignore[arg-type]
 NUM_CHAINS = 12
@@ -88,7 +89,9 @@ def test_what_was_said_to_be_on_disk_is_served_bit_exact_after_each_of_many_kill
     moments = random.Random(20 + num_kills)
     flags = SMALL | {"cpu_capacity": "2MiB", "disk_capacity": disk_capacity, "disk_scrub_bytes_s": "16MiB"}
     directory = tmp_path / "disk"
-    daemon = make_daemon(disk_path=directory, **flags)
+    config = tmp_path / "kvstore.toml"
+    config.write_text('disk_codecs = { "*" = "zstd" }\n')
+    daemon = make_daemon(config=config, disk_path=directory, **flags)
     truth = Truth()
     readers = [connect(daemon, kv) for kv in SPECS]
     children = [
