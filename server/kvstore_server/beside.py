@@ -73,11 +73,13 @@ class TiersBeside:
         for worker in self._workers:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
+        # The GPU first: what cannot be read there is asked of a disk.
+        if self.gpu is not None:
+            await self.gpu.quiesce()
         if self.disk is not None:
             await self.disk.quiesce()
             await asyncio.to_thread(self.disk.disks.close)
         if self.gpu is not None:
-            await self.gpu.quiesce()
             await asyncio.to_thread(self.gpu.tier.close)
 
     # What the store tells.
@@ -95,6 +97,9 @@ class TiersBeside:
 
     def forgotten(self, space: Space, tier: Beside, hashes: HashArray, slots: IntArray) -> None:
         self._of(tier).forgotten(space, hashes, slots)
+
+    def has_slabs(self, space: Space) -> bool:
+        return any(tier.has_slabs(space) for tier in (self.gpu, self.disk) if tier is not None)
 
     def statistics(self) -> list[TierStatistics]:
         gpu = [self.gpu.statistics()] if self.gpu is not None else []

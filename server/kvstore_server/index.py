@@ -193,7 +193,7 @@ class Index:
         blocks that were written later; a block counts as used when the last of those that follow it was written.
         """
         rows = self._new_rows(hashes)
-        self._link(rows, self.find(parents))
+        self._link(rows, self._without_circles(rows, self.find(parents)))
         self._columns.state[rows] = State.COLD
         self.disk.put(rows, slots)
         position_of = np.full(len(self._known), NONE)
@@ -359,6 +359,14 @@ class Index:
     def _link(self, rows: IntArray, parents: IntArray) -> None:
         self._columns.parent[rows] = parents
         np.add.at(self._columns.children, parents[parents != NONE], ONE)
+
+    def _without_circles(self, rows: IntArray, parents: IntArray) -> IntArray:
+        """The parents of these new rows; NONE for those of a circle, which only a liar writes, and all that follow."""
+        above = np.full(len(self._known) + 1, NONE)  # the last is for NONE
+        above[rows] = parents
+        for _ in range(len(rows).bit_length()):  # twice as far up each time
+            above = above[above]
+        return np.where(above[rows] == NONE, parents, NONE)
 
     def _grow(self, num_rows: int) -> None:
         old = len(self._known)

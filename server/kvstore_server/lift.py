@@ -16,7 +16,7 @@ from kvstore_server.rising import Risers
 from kvstore_server.store import Store
 from kvstore_server.threads import in_thread
 from kvstore_server.tiers.cpu import TierStatistics
-from kvstore_server.tiers.devices import DeviceFailed
+from kvstore_server.tiers.devices import DeviceFailed, DeviceFull
 from kvstore_server.tiers.gpu import GpuTier
 from kvstore_server.values import Rise, Space
 
@@ -74,6 +74,9 @@ class Lift:
         # A read that is under way there compares what it got with the checksums of the block that it wanted.
         self.tier.free(slots)
 
+    def has_slabs(self, space: Space) -> bool:
+        return bool(self.tier.arena.slabs_of(space.namespace))
+
     def statistics(self) -> TierStatistics:
         return self.tier.statistics()
 
@@ -103,8 +106,12 @@ class Lift:
         batch.space.index.lease(batch.rows)  # so that their slots in memory stay theirs
         try:
             await self._write(batch)
+        except DeviceFull as error:
+            log.warning("gpu full: blocks are not copied there", blocks=len(batch.rows), error=str(error))
         except DeviceFailed as error:
-            self._fail(error)
+            await self._fail(error)
+        except Exception:  # or no block would ever be copied again
+            log.exception("copy failed: this is a bug of the store", blocks=len(batch.rows))
         finally:
             batch.space.index.unlease(batch.rows)
 
@@ -112,10 +119,13 @@ class Lift:
         """As many of these blocks, which are leased, as there is room for are on the GPU. Raises: DeviceFailed."""
         space, index, memory = batch.space, batch.space.index, self._store.tier
         slots = await self._make_room(space, len(batch.rows))
-        batch = batch[: len(slots)]
+        there = batch[: len(slots)].unchanged()  # the others were lost meanwhile
+        self.tier.free(slots[~there])
+        batch, slots = batch[: len(slots)][there], slots[there]
         written = np.zeros(len(slots), np.bool_)
         try:
             places = index.memory.slots(batch.rows)
+            mapped = memory.mappings(places)  # even if one of the blocks is lost, and its slab given up
             await in_thread(
                 self.tier.write,
                 space.spec,
@@ -125,6 +135,7 @@ class Lift:
                 addresses=memory.addresses(places),
                 checksums=memory.checksums(places, num_parts=space.spec.num_parts),
             )
+            del mapped
             written = batch.unchanged()  # the others were cleared meanwhile, or lost
             self._store.lower.written(space, "gpu", batch.rows[written], slots[written])
         finally:
@@ -158,8 +169,9 @@ class Lift:
             self._loaded_once[space.namespace] = seen
         return seen
 
-    def _fail(self, error: DeviceFailed) -> None:
+    async def _fail(self, error: DeviceFailed) -> None:
         self.failure = str(error)
         log.error("gpu tier disabled: the store goes on without it", error=self.failure)
         self._backlog.clear()
+        await self._risers.quiesce()  # what still came from there is to leave it too
         self._store.lower.abandon("gpu")

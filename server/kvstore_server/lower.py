@@ -39,6 +39,10 @@ class Below(Protocol):
         """The index knows these blocks, in these slots of that tier, no more; the slots are the tier's to free."""
         ...
 
+    def has_slabs(self, space: Space) -> bool:
+        """Whether room in a tier is cut for blocks of this namespace, even if none is there."""
+        ...
+
     def statistics(self) -> list[TierStatistics]:
         """Of each tier there is."""
         ...
@@ -62,6 +66,9 @@ class NothingBelow:
 
     def forgotten(self, space: Space, tier: Beside, hashes: HashArray, slots: IntArray) -> None:
         raise AssertionError("no block can be beside memory")
+
+    def has_slabs(self, space: Space) -> bool:
+        return False
 
     def statistics(self) -> list[TierStatistics]:
         return []

@@ -4,11 +4,16 @@ import asyncio
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+import numpy as np
+import structlog
+
 from kvstore.spec import KVSpec
 from kvstore.types import AnyArray, HashArray, IntArray
 from kvstore_server.store import Store
 from kvstore_server.threads import in_thread
 from kvstore_server.values import Rise
+
+log = structlog.get_logger()
 
 MEMORY_S: Final = 4.0  # of reading, after which what came before counts half
 FIRST_PIECE_BYTES: Final = 8 << 20  # of one read: followers hear of its blocks when it is there
@@ -87,6 +92,8 @@ class Risers:
     async def _bring_up(self, piece: Rise) -> None:
         clock = asyncio.get_running_loop().time
         async with self._turns:
+            good = np.zeros(len(piece.rows), np.bool_)
+            checksums = np.zeros((len(piece.rows), piece.space.spec.num_parts), np.uint64)
             self._speed.begin(clock())
             try:
                 good, checksums = await in_thread(
@@ -96,8 +103,10 @@ class Risers:
                     hashes=piece.hashes,
                     addresses=piece.addresses,
                 )
+            except Exception:  # or its blocks would be rising for ever, and their readers wait
+                log.exception("read failed: this is a bug of the store", blocks=len(piece.rows))
             finally:
-                self._speed.end(clock(), len(piece.rows) * piece.space.spec.block_bytes)
+                self._speed.end(clock(), int(good.sum()) * piece.space.spec.block_bytes)
         self._store.lower.risen(piece, good, checksums)
 
 

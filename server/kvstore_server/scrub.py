@@ -53,8 +53,9 @@ class Scrubber:
             return 0
         checked, slots = index.hashes_of(rows), index.disk.slots(rows)
         good = await in_thread(self._read, space, checked, slots)
-        # Nothing held them meanwhile: what is not where it was says nothing.
+        # Nothing held them meanwhile: what is not where it was says nothing. What rises is compared by its reader.
         there = (index.find(checked) == rows) & (index.disk.slots(rows) == slots)
+        there &= index.states(rows) != State.RISING
         bad = rows[~good & there]
         if len(bad):
             log.error("blocks on disk had gone bad and were dropped", blocks=len(bad))

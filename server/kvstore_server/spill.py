@@ -7,7 +7,7 @@ What the disks cannot keep up with, beyond a bounded queue, stays in memory only
 import asyncio
 import contextlib
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -61,6 +61,7 @@ class Spill:
         self._risers = Risers(store, disks, at_once=READS_AT_ONCE)
         self._backlog = Backlog()
         self._to_forget: deque[tuple[Space, HashArray, IntArray]] = deque()
+        self._to_delete: deque[SlabId] = deque()  # slabs that are closed
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -71,7 +72,6 @@ class Spill:
         self._bytes_to_look = 0  # stored, and left to a look at how full memory is
         self._making_room = asyncio.Lock()
         self._in_flight: set[tuple[Namespace, int]] = set()  # rows being written
-        self._spaces: set[Namespace] = set()  # that the disks know
 
     def __repr__(self) -> str:
         state = f"failed: {self.failure}" if self.failure else f"{self.backlog_bytes} bytes to write"
@@ -113,6 +113,9 @@ class Spill:
         """As `Risers.bytes_per_s`."""
         return self._risers.bytes_per_s
 
+    def has_slabs(self, space: Space) -> bool:
+        return bool(self.disks.slabs_of(space.namespace))
+
     def statistics(self) -> list[TierStatistics]:
         return self.disks.statistics()
 
@@ -136,12 +139,12 @@ class Spill:
                         await self._forget(*self._to_forget.popleft())
                     while self._backlog and len(writing) < WRITES_AT_ONCE:
                         writing.add(asyncio.create_task(self._write_down(self._backlog.next())))
-                    if writing:
-                        done, writing = await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
-                        for error in filter(None, [task.exception() for task in done]):
-                            raise error
-                except DiskFull as error:
-                    self._postpone(error)
+                except DiskFull as full:
+                    self._postpone(full)
+                if writing:  # also on a full disk, which is not to be asked again before one of them ended
+                    done, writing = await asyncio.wait(writing, return_when=asyncio.FIRST_COMPLETED)
+                    for error in filter(None, [task.exception() for task in done]):
+                        raise error
                 if self.disks.failure and not self.failure:
                     self._fail()
                 is_done = not (self._backlog or writing) and self._bytes_to_look < LOOK_BYTES
@@ -211,6 +214,7 @@ class Spill:
 
     async def _write_down(self, batch: Batch) -> None:
         space, index = batch.space, batch.space.index
+        batch = batch[np.unique(batch.rows, return_index=True)[1]]
         batch = batch[batch.unchanged() & ~index.disk.has(batch.rows)]
         names = [(space.namespace, row) for row in batch.rows.tolist()]
         if not self._in_flight.isdisjoint(names):  # lost and stored again while it is being written: once is enough
@@ -228,6 +232,9 @@ class Spill:
         except DiskFull as error:
             self.store.counters.blocks_unwritten += len(left.rows)
             log.warning("disk full: blocks stay in memory only", blocks=len(left.rows), error=str(error))
+        except Exception:  # or no block would ever be written again
+            self.store.counters.blocks_unwritten += len(left.rows)
+            log.exception("write failed: this is a bug of the store", blocks=len(left.rows))
         finally:
             self._in_flight.difference_update(names)
             index.unlease(batch.rows)
@@ -235,11 +242,14 @@ class Spill:
     async def _write(self, batch: Batch) -> Batch:
         """Those of these blocks, which are leased, that could be are on disk; returns the others. Raises: DiskFull."""
         space, index, tier = batch.space, batch.space.index, self.store.tier
-        if space.namespace not in self._spaces:
+        if not self.disks.is_open(space.spec):
             await in_thread(self.disks.open_space, space.spec)
-            self._spaces.add(space.namespace)
+        batch = batch[batch.unchanged()]  # the others were lost meanwhile
         memory = index.memory.slots(batch.rows)
+        # Now: the slot of a block that is lost from here on may hold another, whose bytes must not match.
+        checksums, mapped = tier.checksums(memory, num_parts=space.spec.num_parts), tier.mappings(memory)
         packed = await in_thread(self.disks.pack, space.spec, addresses=tier.addresses(memory))
+        packed = replace(packed, memory=(*packed.memory, *mapped))
         async with self._making_room:  # what another batch drops for it is forgotten before this one can write it
             slots = await self._make_room(space, packed)
         fits = np.flatnonzero(slots != NONE)
@@ -252,7 +262,7 @@ class Spill:
             slots=slots,
             hashes=hashes,
             parents=index.parent_hashes(tried.rows),
-            checksums=tier.checksums(memory[fits], num_parts=space.spec.num_parts),
+            checksums=checksums[fits],
             packed=packed[fits],
         )
         self.disks.free(slots[~done])
@@ -297,6 +307,9 @@ class Spill:
 
         With `own`: our coldest.
         """
+        if self._to_delete:  # there was no room even for that
+            await self._delete_closed()
+            return True
         found = self.store.lower.empty_slab(space, "disk", self.disks, own=own)
         if found is None:
             return False
@@ -314,8 +327,13 @@ class Spill:
 
     async def _delete_slab(self, slab: SlabId) -> None:
         self.disks.close_slab(slab)
-        await in_thread(self.disks.delete_slab, slab)
-        self.disks.slab_deleted(slab)
+        self._to_delete.append(slab)
+        await self._delete_closed()
+
+    async def _delete_closed(self) -> None:
+        while self._to_delete:
+            await in_thread(self.disks.delete_slab, self._to_delete[0])
+            self.disks.slab_deleted(self._to_delete.popleft())
 
     async def _forget(self, space: Space, hashes: HashArray, slots: IntArray) -> None:
         """A restart does not find these blocks, so their slots can be used for others.

@@ -89,13 +89,17 @@ class Store:
         return space
 
     def close_space_if_empty(self, space: Space) -> None:
-        """A namespace without blocks, which no session uses, is forgotten, and its slabs are given up."""
+        """A namespace without blocks, which no session uses, is forgotten, and its slabs are given up.
+
+        But not while it has slabs beside memory: others find them there, and take them over.
+        """
         slabs = self.tier.arena.slabs_of(space.namespace)
         if len(space.index) or any(self.tier.arena.num_used(slab) for slab in slabs):
             return
         for slab in slabs:
             self._on_slab_closed(slab, self.tier.close_slab(slab))
-        del self.spaces[space.namespace]
+        if not self.lower.below.has_slabs(space):
+            del self.spaces[space.namespace]
 
     # Reading.
 

@@ -1,108 +1,18 @@
 """Movement between memory and a real directory, without a daemon: write-through, room on disk, rising, scrubbing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from builders import block_bytes, chain, records, spec
+from builders import block_bytes, chain, records
+from houses import DEADLINE_S, SLAB_BYTES, A, B, disk_house, flip_a_bit_of, run
 
-from kvstore.spec import KVSpec
-from kvstore.transport.memory import copy_and_hash_pieces
-from kvstore.types import BlockHash, ByteArray, IntArray, SessionId
 from kvstore_server import spill
-from kvstore_server.beside import TiersBeside
 from kvstore_server.level import State
 from kvstore_server.scrub import Scrubber
-from kvstore_server.session import Session
-from kvstore_server.spill import Spill, WritePolicy
-from kvstore_server.store import Store
-from kvstore_server.tiers.cpu import CpuTier
-from kvstore_server.tiers.disk import DiskFailed, DiskFull, DiskTier
-from kvstore_server.tiers.disks import Disks
-from kvstore_server.tiers.pinning import PageLock
-from kvstore_server.values import Space
+from kvstore_server.spill import WritePolicy
+from kvstore_server.tiers.disk import DiskFailed, DiskFull
 from kvstore_server.watermarks import Watermarks
-
-A = spec(model="a", layers=2, bytes_per_part=10_000)
-B = spec(model="b", layers=1, bytes_per_part=30_000)
-THROUGH = WritePolicy("through", Watermarks(high=0.8, low=0.6))
-SLAB_BYTES = 1 << 18
-DEADLINE_S = 20
-
-
-class House:
-    """A store over a disk, with the worker between them."""
-
-    def __init__(
-        self, folder: Path, *, memory_slabs: int = 4, disk_slabs: int = 16, policy: WritePolicy = THROUGH
-    ) -> None:
-        self.tier = CpuTier(
-            capacity_bytes=memory_slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, page_lock=PageLock(wanted=False)
-        )
-        self.durable = asyncio.Event()  # some block is on disk
-        self.store = Store(self.tier, on_change=lambda change: self.durable.set() if change.tier == "disk" else None)
-        self.disk = DiskTier(
-            folder, capacity_bytes=disk_slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, reserve_bytes=0, num_threads=2
-        )
-        self.disks = Disks([self.disk])
-        self.spill = Spill(self.store, self.disks, policy=policy)
-        self.store.lower.below = TiersBeside(disk=self.spill)
-        self.spill.restore(self.disks.recover())
-
-    def put(self, kv: KVSpec, hashes: list[BlockHash], *, parent: BlockHash | None = None) -> Space:
-        """The blocks are committed in memory, as far as there is room."""
-        space = self.store.open_space(kv)
-        write = self.store.reserve(space, parent=parent, hashes=records(hashes), parts=[])
-        places = np.array(list(write.pending), np.int64)
-        if len(places):
-            region: ByteArray = np.concatenate([block_bytes(kv, hashes[place]) for place in places])
-            begins = np.array([begin for begin, _ in space.part_ranges])
-            offsets = (np.arange(len(places))[:, None] * kv.block_bytes + begins).ravel()
-            intake = self.store.plan_intake(
-                write, blocks=places, parts=np.arange(kv.num_parts), region=region, offsets=offsets
-            )
-            copies = intake.copies
-            self.store.parts_arrived(intake, copy_and_hash_pieces(copies.targets, copies.sources, copies.sizes))
-        self.store.finish_write(write)
-        return space
-
-    async def settle(self) -> None:
-        assert await self.spill.settle(DEADLINE_S)
-        await self.spill.quiesce()
-
-    def session(self, space: Space, wake: Callable[[], None] = lambda: None) -> Session:
-        return Session(
-            number=SessionId(1), name="test", space=space, store=self.store, wake=wake, max_region_bytes=1 << 20
-        )
-
-    def bytes_in_memory(self, space: Space, rows: IntArray) -> list[bytes]:
-        import ctypes
-
-        addresses = self.tier.addresses(space.index.memory.slots(rows)).tolist()
-        return [ctypes.string_at(address, space.spec.block_bytes) for address in addresses]
-
-
-@asynccontextmanager
-async def house(folder: Path, *, policy: WritePolicy = THROUGH, **sizes: int) -> AsyncIterator[House]:
-    built = House(folder, policy=policy, **sizes)
-    worker = asyncio.create_task(built.spill.run())
-    try:
-        yield built
-        built.store.validate()
-    finally:
-        worker.cancel()
-        await asyncio.gather(worker, return_exceptions=True)
-        await built.spill.quiesce()
-        built.disks.close()
-        built.tier.close()
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(test())
 
 
 def test_what_was_stored_is_found_again_and_rises_bit_exact(tmp_path: Path) -> None:
@@ -110,13 +20,13 @@ def test_what_was_stored_is_found_again_and_rises_bit_exact(tmp_path: Path) -> N
     hashes = chain(8, of=A)
 
     async def first() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             at.put(A, hashes)
             await at.settle()
             assert at.store.counters.blocks_written == 8
 
     async def second() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             space = at.store.spaces[A.namespace]
             session = at.session(space)
             assert session.match(records(hashes), "held") == (8, 0, 0)
@@ -136,7 +46,7 @@ def test_a_chain_longer_than_memory_is_kept_whole_below(tmp_path: Path) -> None:
     """Covers: E6, E11."""
 
     async def test() -> None:
-        async with house(tmp_path, memory_slabs=2) as at:
+        async with disk_house(tmp_path, memory_slabs=2) as at:
             hashes = chain(60, of=A)
             for first in range(0, 60, 6):
                 space = at.put(A, hashes[first : first + 6], parent=hashes[first - 1] if first else None)
@@ -151,7 +61,7 @@ def test_a_full_disk_drops_the_oldest_and_stays_within_its_limit(tmp_path: Path)
     """Covers: E1, E2."""
 
     async def test() -> None:
-        async with house(tmp_path, disk_slabs=2) as at:
+        async with disk_house(tmp_path, disk_slabs=2) as at:
             for seed in range(8):
                 space = at.put(A, chain(4, of=A, seed=seed))
                 await at.settle()
@@ -166,7 +76,7 @@ def test_a_full_disk_drops_the_oldest_and_stays_within_its_limit(tmp_path: Path)
 
 def test_a_namespace_takes_a_slab_on_disk_from_a_colder_one(tmp_path: Path) -> None:
     async def test() -> None:
-        async with house(tmp_path, disk_slabs=2) as at:
+        async with disk_house(tmp_path, disk_slabs=2) as at:
             for seed in range(4):
                 old = at.put(A, chain(5, of=A, seed=seed))
                 await at.settle()
@@ -185,7 +95,7 @@ def test_a_block_that_has_gone_bad_is_dropped_by_the_scrubber(tmp_path: Path) ->
     """Covers: A25, F6."""
 
     async def test() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             hashes = chain(4, of=A)
             space = at.put(A, hashes)
             await at.settle()
@@ -203,28 +113,17 @@ def test_a_block_that_has_gone_bad_is_dropped_by_the_scrubber(tmp_path: Path) ->
     run(test)
 
 
-def flip_a_bit_of(text: bytes, folder: Path) -> None:
-    """In the one slab file that holds it."""
-    for path in folder.glob("slabs/*"):
-        data = bytearray(path.read_bytes())
-        if (at := data.find(text)) >= 0:
-            data[at] ^= 1
-            path.write_bytes(data)
-            return
-    raise AssertionError("no file holds it")
-
-
 def test_a_bad_copy_is_a_miss_for_whoever_waits_for_it(tmp_path: Path) -> None:
     """Covers: A1, A2."""
     hashes = chain(3, of=A)
 
     async def first() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             at.put(A, hashes)
             await at.settle()
 
     async def second() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             space = at.store.spaces[A.namespace]
             session = at.session(space)
             session.load(7, records(hashes), lease="x")
@@ -250,7 +149,7 @@ def test_a_disk_that_fails_costs_no_store(
     """Covers: A1, D12, E2."""
 
     async def test() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
 
             def refuse(*_: object, **__: object) -> None:
                 raise error
@@ -276,7 +175,7 @@ def test_with_the_policy_evict_only_the_oldest_are_written_and_nothing_is_lost_w
 
     async def test() -> None:
         policy = WritePolicy("evict", Watermarks(high=0.6, low=0.3))
-        async with house(tmp_path, disk_slabs=32, policy=policy) as at:
+        async with disk_house(tmp_path, disk_slabs=32, policy=policy) as at:
             hashes = chain(60, of=A)
             space = at.put(A, hashes[:12])
             await at.settle()
@@ -303,7 +202,7 @@ def test_what_the_queue_had_no_room_for_is_written_when_memory_fills_up(
     monkeypatch.setattr(spill, "BACKLOG_BYTES", 0)
 
     async def test() -> None:
-        async with house(tmp_path, policy=WritePolicy("through", Watermarks(high=0.5, low=0.0))) as at:
+        async with disk_house(tmp_path, policy=WritePolicy("through", Watermarks(high=0.5, low=0.0))) as at:
             space = at.put(A, chain(6, of=A))
             await at.settle()
             assert (at.store.counters.blocks_unwritten, at.store.counters.blocks_written) == (6, 0)
@@ -319,7 +218,7 @@ def test_a_flush_writes_all_that_is_in_memory_only(tmp_path: Path) -> None:
     hashes = chain(8, of=A)
 
     async def first() -> None:
-        async with house(tmp_path, policy=WritePolicy("evict", Watermarks(high=1.0, low=1.0))) as at:
+        async with disk_house(tmp_path, policy=WritePolicy("evict", Watermarks(high=1.0, low=1.0))) as at:
             at.put(A, hashes)
             await at.settle()
             assert at.store.counters.blocks_written == 0
@@ -327,7 +226,7 @@ def test_a_flush_writes_all_that_is_in_memory_only(tmp_path: Path) -> None:
             assert at.store.counters.blocks_written == 8
 
     async def second() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             assert at.store.match(at.store.spaces[A.namespace], records(hashes))[0].size == 8
 
     run(first)
@@ -342,7 +241,7 @@ def test_a_write_waits_while_others_are_stored_and_not_for_ever(
     monkeypatch.setattr(spill, "LINGER_S", 0.05)
 
     async def test() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             hashes = chain(4, of=A)
             at.put(A, hashes)
             await asyncio.wait_for(at.durable.wait(), DEADLINE_S)
@@ -354,7 +253,7 @@ def test_what_was_cleared_is_not_found_after_a_restart(tmp_path: Path) -> None:
     hashes = chain(4, of=A)
 
     async def first() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             space = at.put(A, hashes)
             await at.settle()
             assert at.store.clear(space) == (4, 0)
@@ -362,7 +261,7 @@ def test_what_was_cleared_is_not_found_after_a_restart(tmp_path: Path) -> None:
             assert at.disk.statistics().used_bytes == 0
 
     async def second() -> None:
-        async with house(tmp_path) as at:
+        async with disk_house(tmp_path) as at:
             assert A.namespace not in at.store.spaces
 
     run(first)

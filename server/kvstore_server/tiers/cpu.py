@@ -125,6 +125,10 @@ class CpuTier:
             addresses[chosen] = address_of(slab.slots) + places * slab.slots.strides[0]
         return addresses
 
+    def mappings(self, slots: IntArray) -> list[ByteArray]:
+        """The memory in which these slots lie. It stays mapped as long as the caller has it, even if its slab goes."""
+        return [slab.memory for slab, _, _ in self._by_slab(slots)]
+
     def checksums(self, slots: IntArray, *, num_parts: int) -> AnyArray:
         """`[n, num_parts]` u64, from the headers of the slots."""
         checksums = np.empty((len(slots), num_parts), np.uint64)

@@ -276,6 +276,7 @@ class DiskTier:
         with self._failures.during("delete a slab"):
             self.catalog.commit([(catalog.SLABS, catalog.slab_key(slab), None)])
             self._slab_files.delete([self._slab_files.path(slab).name])
+        self._slots.grow_again()
 
     def close(self) -> None:
         """The directory can be opened again. Nothing is lost that was written; no call may be under way."""

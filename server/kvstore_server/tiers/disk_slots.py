@@ -126,6 +126,10 @@ class DiskSlots:
         """For a while, no slab is opened: the file system has no room. Threads, too."""
         self._grow_after_s = self._clock() + RETRY_AFTER_S
 
+    def grow_again(self) -> None:
+        """The file system has room again: a slab was deleted there. Threads, too."""
+        self._grow_after_s = float("-inf")
+
     def _open_slab(self, layout: RecordLayout, room_bytes: int) -> bool:
         left_bytes = self.arena.capacity_bytes - self.arena.used_bytes
         record_bytes = layout.header_bytes + room_bytes

@@ -39,6 +39,7 @@ class Disks:
         capacities = np.array([tier.arena.capacity_bytes for tier in tiers], np.float64)
         self._bounds = np.cumsum(capacities / capacities.sum())[:-1]
         self._dealt = 0
+        self._opened: dict[Namespace, set[int]] = {}  # the disks on which each can be written
         self._pool = ThreadPoolExecutor(len(tiers), "kvstore-disks")
 
     @property
@@ -48,12 +49,16 @@ class Disks:
 
     # Allocation: the daemon's loop.
 
+    def is_open(self, spec: KVSpec) -> bool:
+        """Whether the namespace can be written on all disks that do not fail; else `open_space` has something to do."""
+        return len(self._open_disks(spec)) + len(self.failures) == len(self.tiers)
+
     def allocate_for(self, spec: KVSpec, packed: Packed) -> IntArray:
         """`[n]` slots, now in use, for these blocks; NONE for those for which no disk has room."""
         slots = np.full(len(packed.sizes), NONE)
         shares = np.searchsorted(self._bounds, (self._dealt + np.arange(len(slots))) * _GOLDEN % 1.0, side="right")
         self._dealt += len(slots)
-        live = [number for number in range(len(self.tiers)) if number not in self.failures]
+        live = self._open_disks(spec)
         wanted = [shares == number for number in live]
         for number, chosen in [*zip(live, wanted, strict=True), *((number, ...) for number in live)]:
             missing = np.flatnonzero((slots == NONE) & (True if chosen is ... else chosen))
@@ -114,13 +119,34 @@ class Disks:
         return [self._joined(parts) for parts in by_space.values()]
 
     def open_space(self, spec: KVSpec) -> None:
-        """The namespace can be written on every disk that does not fail. Twice is once. Raises: DiskFull."""
-        for error in self._on_each(range(len(self.tiers)), lambda number: self.tiers[number].open_space(spec)):
-            raise error
+        """The namespace can be written, on every disk that neither fails nor is full. Twice is once.
+
+        Raises: DiskFull, if there is none.
+        """
+        opened: list[int] = []
+
+        def open_on(number: int) -> None:
+            self.tiers[number].open_space(spec)
+            opened.append(number)
+
+        full = self._on_each(range(len(self.tiers)), open_on)
+        self._opened[spec.namespace] = set(opened)
+        if full and not opened:
+            raise full[0]
 
     def pack(self, spec: KVSpec, *, addresses: IntArray) -> Packed:
-        """As `DiskTier.pack`: all disks have the same codecs."""
-        return self.tiers[0].pack(spec, addresses=addresses)
+        """As `DiskTier.pack`, by a disk that can be written: all have the same codecs. Raises: DiskFull."""
+        packed: list[Packed] = []
+
+        def pack_by(number: int) -> None:
+            packed.append(self.tiers[number].pack(spec, addresses=addresses))
+
+        for number in self._open_disks(spec):
+            for error in self._on_each([number], pack_by):
+                raise error
+            if packed:
+                return packed[0]
+        return Packed.plain(spec, addresses)  # no disk is left: nothing is written
 
     def write(
         self,
@@ -202,6 +228,10 @@ class Disks:
             tier.close()
 
     # Within.
+
+    def _open_disks(self, spec: KVSpec) -> list[int]:
+        """Those on which the namespace can be written."""
+        return sorted(self._opened.get(spec.namespace, set()) - self.failures.keys())
 
     def _on_each(self, numbers: Sequence[int], work: Callable[[int], None]) -> list[DiskFull]:
         """The work was done on those of the disks that can be written; returns what those said that are full."""

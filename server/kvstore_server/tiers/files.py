@@ -50,7 +50,7 @@ class Files:
             os.close(fd)
 
     def unlink(self, path: Path) -> None:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
     def commit(self, transaction: Transaction) -> None:
         """The transaction of the catalog is durable."""

@@ -174,6 +174,7 @@ class GpuTier:
         """The memory of a closed slab was given back. Raises: DeviceFailed."""
         with self._failing():
             self._device.free(self._slabs.pop(slab).address)
+        self._grow_after_s = float("-inf")  # the device has memory again
 
     def close(self) -> None:
         """The device is closed and its memory given back, as far as it still does that; no call may be under way."""
