@@ -29,8 +29,8 @@ DEFAULT_HASH_SCHEME: Final = "kvstore.sha256.v1"
 # Block hash schemes that give the same 32 bytes in every process, and what computes them.
 HASH_SCHEMES: Final[dict[str, str]] = {
     DEFAULT_HASH_SCHEME: "kvstore.hashing",
-    "vllm.sha256.v1": "vLLM, SHA-256 over pickle; its adapter requires a fixed PYTHONHASHSEED",
-    "vllm.sha256_cbor.v1": "vLLM, SHA-256 over CBOR; its adapter requires a fixed PYTHONHASHSEED",
+    "vllm.sha256.v1": "vLLM, SHA-256 over pickle; the same in every process since vLLM 0.32",
+    "vllm.sha256_cbor.v1": "vLLM, SHA-256 over CBOR; the same in every process since vLLM 0.32",
     "sglang.sha256.v1": "SGLang, SHA-256 over token ids alone; its adapter puts the rest into the spec",
 }
 

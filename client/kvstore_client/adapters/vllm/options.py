@@ -1,0 +1,79 @@
+"""What `kv_connector_extra_config` may hold. Frozen, checked once; unknown keys are refused."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from kvstore.errors import InvalidRequest
+
+
+class Granularity(StrEnum):
+    """How much is saved at a time."""
+
+    REQUEST = "request"  # all of a prompt, in the step that ends its prefill
+    LAYER = "layer"  # each layer as it is computed
+    CHUNK = "chunk"  # all layers, at the end of each step
+    AUTO = "auto"  # LAYER where a step computes enough to be worth it, else CHUNK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """How the connector behaves; only the address has to be given.
+
+    Raises: InvalidRequest, if a value is out of its bounds; it names the option.
+    """
+
+    address: str  # of the daemon: "unix:/path/kvstore.sock", or "host:port" of one on this host
+    token: str = ""
+    tenant: str = "default"
+    revision: str = ""  # of the weights; empty: the hub commit, or a digest of the model's files
+    async_load: bool = True  # False: loads happen within the forward pass, layer by layer
+    granularity: Granularity = Granularity.AUTO  # of saves
+    timeout_s: float = 1.0  # of a lookup, a reservation, and of waiting for the daemon's other answers
+    load_timeout_s: float = 5.0  # from the beginning of a load to its end
+    follow_timeout_s: float = 60.0  # the same for one that follows a prefill under way elsewhere
+
+    def __post_init__(self) -> None:
+        if not self.address:
+            raise InvalidRequest(
+                'address: expected the daemon\'s, got none; for example "unix:/run/kvstore/kvstore.sock"'
+            )
+        for name in ("timeout_s", "load_timeout_s", "follow_timeout_s"):
+            if not 0 < getattr(self, name) <= 3600:
+                raise InvalidRequest(f"{name}: expected more than 0 and at most 3600, got {getattr(self, name)!r}")
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> "ConnectorOptions":
+        """The options that an operator wrote.
+
+        Raises: InvalidRequest, for an unknown key, or a value that does not fit.
+        """
+        kinds = {field.name: field.type for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in config.items():
+            if key not in kinds:
+                nearest = difflib.get_close_matches(key, kinds, n=1, cutoff=0.0)[0]
+                raise InvalidRequest(
+                    f"kv_connector_extra_config: unknown option {key!r:.80}; the nearest is {nearest!r} "
+                    f"(there are {', '.join(kinds)})"
+                )
+            values[key] = _of_kind(key, value, kinds[key])
+        if "address" not in values:
+            raise InvalidRequest("kv_connector_extra_config: expected an address, got none; name the daemon's socket")
+        return cls(**values)
+
+
+def _of_kind(key: str, value: object, kind: object) -> object:
+    if kind is Granularity:
+        try:
+            return Granularity(str(value))
+        except ValueError:
+            raise InvalidRequest(f"{key}: expected one of {', '.join(Granularity)}, got {value!r:.80}") from None
+    if kind is float and type(value) is int:
+        return float(value)
+    assert isinstance(kind, type)
+    if type(value) is not kind:
+        raise InvalidRequest(f"{key}: expected a {kind.__name__}, got {value!r:.80}; correct kv_connector_extra_config")
+    return value

@@ -1,0 +1,59 @@
+"""A model small enough for tests, and a tokenizer for it."""
+
+from pathlib import Path
+
+
+def write_model(folder: Path, *, seed: int = 0) -> Path:
+    """A tiny Llama with wide random weights: its next token depends on every position that it attends to."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Token n is the word "wn"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(512)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def write_adapter(folder: Path, *, seed: int) -> Path:
+    """A LoRA adapter of the tiny model, wide enough to change what it says."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(4):
+        for name, width in (("q_proj", 128), ("v_proj", 64)):
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{where}.lora_A.weight"] = 0.2 * torch.randn(8, 128, generator=generator)
+            tensors[f"{where}.lora_B.weight"] = 0.2 * torch.randn(width, 8, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder

@@ -1,0 +1,92 @@
+"""The example of prefill and decode apart: an OpenAI client streams through its proxy."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from vllm_engine.engine import BLOCK_TOKENS, prompt
+from vllm_engine.model import write_model, write_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_pd" / "pd.py"
+PROMPT = prompt(300, seed=17)
+NUM_BLOCKS = len(PROMPT) // BLOCK_TOKENS
+
+
+def free_ports() -> int:
+    """The first of three ports in a row that are free now."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+        try:
+            for number in (port, port + 1, port + 2):
+                with socket.socket() as each:
+                    each.bind(("127.0.0.1", number))
+        except (OSError, OverflowError):
+            continue
+        return port
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """Starts the example; returns the proxy's port."""
+    model, folder = tmp_path / "model", tmp_path / "run"
+    write_model(model)
+    write_tokenizer(model)
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, str(EXAMPLE)]
+
+    def up(dispatch: str) -> int:
+        port = free_ports()
+        how = ["--model", str(model), "--folder", str(folder), "--port", str(port), "--dispatch", dispatch]
+        how += ["--capacity", "64MiB", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
+        how += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--served-model-name", "tiny"]
+        subprocess.run([*command, "up", *how], env=environment, check=True, timeout=400)
+        return port
+
+    yield up
+    subprocess.run([*command, "down", "--folder", str(folder)], env=environment, check=True, timeout=200)
+    assert not list(folder.glob("*.pid"))
+
+
+def series(port: int, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:kvstore_{name}_total"))
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+def test_client_streams_what_prefill_and_decode_computed_together(
+    servers: Callable[..., int], reference: Callable[..., list[list[int]]], dispatch: str
+) -> None:
+    import openai
+
+    (expected,) = reference([PROMPT])
+    port = servers(dispatch)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+        stream = client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
+    assert len(pieces) > 1
+    assert "".join(pieces).split() == [f"w{token}" for token in expected]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20) as answer:
+        assert json.load(answer) == {"prefilled": 1}
+    assert series(port + 2, "hit_tokens") == NUM_BLOCKS * BLOCK_TOKENS

@@ -1,0 +1,77 @@
+"""Prefill and decode on two engines at the same time: decode follows what prefill is still writing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from service.harness import DaemonProcess, eventually
+from vllm_engine.engine import LAYERS, Engine, prompt, transfer_config
+
+Reference = Callable[..., list[list[int]]]
+MakeEngine = Callable[..., Engine]
+
+PROMPT = prompt(300, seed=17)
+NUM_BLOCKS = 9
+FOLLOW = {"kvstore": "follow"}
+
+
+def test_decode_that_is_asked_first_waits_for_prefill_and_follows_it(
+    engine: MakeEngine, daemon: DaemonProcess, reference: Reference, tmp_path: Path
+) -> None:
+    """Prefill stands still after its first layer, until decode has begun to load."""
+    (expected,) = reference([PROMPT])
+    prefill = engine(transfer_config(daemon.address, role="kv_producer", granularity="layer"))
+    decode = engine(transfer_config(daemon.address, role="kv_consumer"))
+    prefill.ask("hold_puts", folder=str(tmp_path))
+    decoded = decode.begin("generate", prompts=[PROMPT], transfer=FOLLOW)
+    prefilled = prefill.begin("generate", prompts=[PROMPT], max_tokens=1)
+    eventually((tmp_path / "begun").exists, "prefill has computed a layer")
+    eventually(lambda: daemon.stats().blocks_leased == NUM_BLOCKS, "decode follows all blocks")
+    assert daemon.stats().blocks_committed == 0
+    (tmp_path / "go").touch()
+    assert prefilled.result()["tokens"] == [expected[:1]]
+    assert decoded.result()["tokens"] == [expected]
+    counts = decode.counted(lambda counts: counts["blocks_loaded"] == NUM_BLOCKS)
+    assert counts["load_failures"] == 0
+
+
+def test_decode_follows_layer_by_layer_within_its_forward_pass(
+    engine: MakeEngine, daemon: DaemonProcess, reference: Reference, tmp_path: Path
+) -> None:
+    (expected,) = reference([PROMPT])
+    prefill = engine(transfer_config(daemon.address, role="kv_producer", granularity="layer"))
+    decode = engine(transfer_config(daemon.address, role="kv_consumer", async_load=False))
+    prefill.ask("hold_puts", folder=str(tmp_path))
+    decoded = decode.begin("generate", prompts=[PROMPT], transfer=FOLLOW)
+    prefilled = prefill.begin("generate", prompts=[PROMPT], max_tokens=1)
+    eventually(lambda: daemon.stats().blocks_leased == NUM_BLOCKS, "decode follows all blocks")
+    (tmp_path / "go").touch()
+    assert prefilled.result()["tokens"] == [expected[:1]]
+    assert decoded.result()["tokens"] == [expected]
+    counts = decode.counted(lambda counts: counts["blocks_loaded"] == NUM_BLOCKS)
+    assert counts["layers_waited"] == LAYERS
+
+
+def test_decode_computes_by_itself_when_no_prefill_comes(
+    engine: MakeEngine, daemon: DaemonProcess, reference: Reference
+) -> None:
+    """Covers: B7."""
+    (expected,) = reference([PROMPT])
+    decode = engine(transfer_config(daemon.address, role="kv_consumer", follow_timeout_s=0.5))
+    assert decode.generate([PROMPT], transfer=FOLLOW) == [expected]
+    assert decode.counted(lambda counts: counts["lookups"] > 1)["loads"] == 0
+
+
+def test_decode_computes_by_itself_when_prefill_dies_while_it_is_followed(
+    engine: MakeEngine, daemon: DaemonProcess, reference: Reference, tmp_path: Path
+) -> None:
+    """Covers: B7, C5."""
+    (expected,) = reference([PROMPT])
+    prefill = engine(transfer_config(daemon.address, role="kv_producer", granularity="layer"))
+    decode = engine(transfer_config(daemon.address, role="kv_consumer"))
+    prefill.ask("hold_puts", folder=str(tmp_path))
+    decoded = decode.begin("generate", prompts=[PROMPT], transfer=FOLLOW)
+    prefill.begin("generate", prompts=[PROMPT], max_tokens=1)
+    eventually(lambda: daemon.stats().blocks_leased == NUM_BLOCKS, "decode follows all blocks")
+    prefill.kill()
+    assert decoded.result()["tokens"] == [expected]
+    decode.counted(lambda counts: counts["load_failures"] == 1)
