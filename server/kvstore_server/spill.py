@@ -67,7 +67,9 @@ class Spill:
         self._idle.set()
         self._postponed = False  # what is to be forgotten waits until there is something else to do, too
         self._hurried = False  # somebody waits for all to be written
-        self._enough = asyncio.Event()  # there is a whole batch to write, or no time to wait for one
+        # What does not wait for more: a batch, or as much of a small memory as is not evicted before it is written.
+        self._enough_bytes = min(BATCH_BYTES, store.tier.arena.capacity_bytes // 16)
+        self._enough = asyncio.Event()  # there is as much as that, or no time to wait for it
         self._num_stores = 0
         self._bytes_to_look = 0  # stored, and left to a look at how full memory is
         self._making_room = asyncio.Lock()
@@ -195,7 +197,9 @@ class Spill:
         """There is a whole batch to write, or nobody stores just now, or it has been long enough."""
         deadline = asyncio.get_running_loop().time() + LINGER_S
         seen = -1
-        while self._backlog and self.backlog_bytes < BATCH_BYTES and not self._hurried and seen != self._num_stores:
+        while (
+            self._backlog and self.backlog_bytes < self._enough_bytes and seen != self._num_stores and not self._hurried
+        ):
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return
@@ -208,7 +212,7 @@ class Spill:
 
     def _queue(self, batch: Batch) -> None:
         self._backlog.add(batch)
-        if self.backlog_bytes >= BATCH_BYTES:
+        if self.backlog_bytes >= self._enough_bytes:
             self._enough.set()
         self._wake()
 

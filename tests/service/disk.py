@@ -109,7 +109,7 @@ class Watcher:
 
     def __init__(self, daemon: DaemonProcess, durable: set[tuple[bytes, bytes]] | None = None) -> None:
         self.durable: set[tuple[bytes, bytes]] = set() if durable is None else durable  # (namespace, hash)
-        self.num_events = 0
+        self.num_written = 0  # how often blocks were said to be on disk
         self._changed = threading.Condition()
         self._stream = daemon.admin.Watch(pb.WatchRequest(snapshot=True))
         while next(self._stream).kind != pb.Event.SNAPSHOT_END:
@@ -117,10 +117,10 @@ class Watcher:
         self._thread = threading.Thread(target=self._listen)
         self._thread.start()
 
-    def wait(self, num_events: int) -> None:
-        """So many events came, or for a second there were not that many."""
+    def wait(self, num_written: int) -> None:
+        """It was said so often that blocks are on disk now, or for a second it was not."""
         with self._changed:
-            self._changed.wait_for(lambda: self.num_events >= num_events, 1.0)
+            self._changed.wait_for(lambda: self.num_written >= num_written, 1.0)
 
     def close(self) -> None:
         """All that the daemon ever said was heard, if it has ended."""
@@ -140,7 +140,7 @@ class Watcher:
                         self.durable -= blocks
                     elif event.tier == "disk":
                         self.durable |= blocks
-                    self.num_events += 1
+                        self.num_written += 1
                     self._changed.notify_all()
         except grpc.RpcError:
             pass  # the daemon was killed

@@ -107,8 +107,8 @@ def test_what_was_said_to_be_on_disk_is_served_bit_exact_after_each_of_many_kill
             one.go_on()
         cleared = moments.choice(SPECS)  # so that there is something to store again
         daemon.admin.Clear(pb.ClearRequest(namespace=cleared.namespace))
-        watcher.wait(moments.randint(1, 60))
-        threading.Event().wait(moments.uniform(0, 0.03))  # any moment between two events, too
+        watcher.wait(moments.randint(1, 4))
+        threading.Event().wait(moments.uniform(0, 0.2))  # any moment between two writes, too
         daemon.kill()
         watcher.close()
         for one in children:

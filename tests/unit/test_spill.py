@@ -249,6 +249,23 @@ def test_a_write_waits_while_others_are_stored_and_not_for_ever(
     run(test)
 
 
+def test_what_a_small_memory_would_soon_evict_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers: E11."""
+    monkeypatch.setattr(spill, "QUIET_S", 600.0)
+    monkeypatch.setattr(spill, "LINGER_S", 600.0)
+
+    async def test() -> None:
+        async with disk_house(tmp_path) as at:
+            hashes = chain(4, of=A)
+            assert 3 * A.block_bytes < at.tier.arena.capacity_bytes / 16 < 4 * A.block_bytes
+            at.put(A, hashes[:3])
+            await asyncio.sleep(0)
+            at.put(A, hashes[3:], parent=hashes[2])
+            await asyncio.wait_for(at.durable.wait(), DEADLINE_S)
+
+    run(test)
+
+
 def test_what_was_cleared_is_not_found_after_a_restart(tmp_path: Path) -> None:
     hashes = chain(4, of=A)
 
