@@ -26,7 +26,7 @@ NUM_ROOMS: Final = 16
 # What the blocks of one call take, plain. The threads of the tier are to end a batch together, so calls are as many as
 # threads, or a few times as many; each costs some processor time, so they are not smaller than that needs.
 MIN_CALL_BYTES: Final = 1 << 20
-MAX_CALL_BYTES: Final = 4 << 20
+MAX_CALL_BYTES: Final = 8 << 20
 MAX_CALL_RECORDS: Final = 512  # two buffers each, and a call takes 1,024
 
 Call = Callable[[int, Sequence[memoryview], int], int]  # pwritev or preadv

@@ -24,7 +24,7 @@ from kvstore_server.tiers.records import MAX_CALL_BYTES, Packed, RecordLayout, c
 from kvstore_server.tiers.scratch import ScratchPool
 from kvstore_server.tiers.slab import SLOT_BITS, place_of, slab_of
 
-PROBE_CALLS: Final = 16  # of MAX_CALL_BYTES each
+PROBE_CALLS: Final = 8  # of MAX_CALL_BYTES each
 
 log = structlog.get_logger()
 
