@@ -302,13 +302,13 @@ def test_whatever_is_stored_and_freed_in_whatever_order_is_accounted_for(tmp_pat
 @pytest.mark.parametrize(
     ("block_bytes", "count", "num_threads", "expected"),
     [
-        (1 << 20, 64, 4, [4] * 16),  # four rounds for four threads
-        (1 << 20, 32, 4, [4] * 8),
+        (1 << 20, 64, 4, [8] * 8),  # two rounds for four threads
+        (1 << 20, 32, 4, [8] * 4),
         (1 << 20, 8, 4, [2] * 4),  # no thread without work
         (1 << 20, 4, 4, [1] * 4),
         (1 << 20, 9, 4, [3] * 3),
         (16 << 20, 4, 4, [1] * 4),
-        (64 << 10, 1024, 4, [64] * 16),
+        (64 << 10, 1024, 4, [128] * 8),
         (64 << 10, 20, 4, [16, 4]),  # calls of less than 1 MiB are not worth it
         (4096, 5, 4, [5]),
         (4096, 2048, 1, [512] * 4),  # as many buffers as a call takes
