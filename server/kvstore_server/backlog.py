@@ -8,7 +8,7 @@ import numpy as np
 
 from kvstore.types import IntArray
 from kvstore_server.eviction import BoolArray
-from kvstore_server.level import State
+from kvstore_server.level import Level, State
 from kvstore_server.values import Space
 
 BATCH_BYTES: Final = 64 << 20  # of one write: large enough that flushing it costs little
@@ -33,6 +33,11 @@ class Batch:
     @property
     def size_bytes(self) -> int:
         return len(self.rows) * self.space.spec.block_bytes
+
+    def to_copy(self, level: Level) -> "Batch":
+        """Those of these blocks, each once, that are still in memory as they were, and not in that tier."""
+        once = self[np.unique(self.rows, return_index=True)[1]]
+        return once[once.unchanged() & ~level.has(once.rows)]
 
     def unchanged(self) -> BoolArray:
         """`[n]`: which of these blocks are still in memory, as they were."""

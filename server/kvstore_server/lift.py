@@ -101,8 +101,7 @@ class Lift:
         await self._risers.quiesce()
 
     async def _copy_up(self, batch: Batch) -> None:
-        batch = batch[np.unique(batch.rows, return_index=True)[1]]
-        batch = batch[batch.unchanged() & ~batch.space.index.gpu.has(batch.rows)]
+        batch = batch.to_copy(batch.space.index.gpu)
         batch.space.index.lease(batch.rows)  # so that their slots in memory stay theirs
         try:
             await self._write(batch)

@@ -185,7 +185,7 @@ class Lower:
         if found is None:
             return None
         owner, slab, rows = found
-        hashes, slots = self._leave(owner, tier, rows)
+        hashes, slots, _ = self._leave(owner, tier, rows)
         self._dropped(tier, len(hashes))
         return owner, slab, hashes, slots
 
@@ -198,13 +198,7 @@ class Lower:
         """No block is in that tier any more, but for those that are on their way from it."""
         for space in self._spaces.values():
             rows = space.index.beside(tier).rows()
-            rows = rows[space.index.states(rows) != State.RISING]
-            nowhere_else = space.index.states(rows) == State.COLD
-            for other in BESIDE:
-                if other != tier:
-                    nowhere_else &= ~space.index.beside(other).has(rows)
-            self._room.counters.blocks_lost += int(nowhere_else.sum())
-            self._forget(space, tier, rows)
+            self._room.counters.blocks_lost += self._forget(space, tier, rows[space.index.states(rows) != State.RISING])
 
     # Within.
 
@@ -223,17 +217,22 @@ class Lower:
                 columns = hashes[chosen], slots[chosen], addresses[chosen]
                 self.below.rise(Rise(space, tier, rows[chosen], moved, *columns))
 
-    def _forget(self, space: Space, tier: Beside, rows: IntArray) -> None:
-        if len(rows):
-            self.below.forgotten(space, tier, *self._leave(space, tier, rows))
+    def _forget(self, space: Space, tier: Beside, rows: IntArray) -> int:
+        """These blocks are not in that tier any more, and it knows; returns how many of them are gone."""
+        if not len(rows):
+            return 0
+        hashes, slots, num_gone = self._leave(space, tier, rows)
+        self.below.forgotten(space, tier, hashes, slots)
+        return num_gone
 
-    def _leave(self, space: Space, tier: Beside, rows: IntArray) -> tuple[HashArray, IntArray]:
-        """These blocks are not in that tier any more; those that are nowhere else are gone. Their hashes and slots."""
+    def _leave(self, space: Space, tier: Beside, rows: IntArray) -> tuple[HashArray, IntArray, int]:
+        """These blocks are not in that tier any more. Their hashes, their slots, and how many were nowhere else."""
         index = space.index
         hashes = index.hashes_of(rows)
         slots = index.leave(index.beside(tier), rows)
-        self._room.tell_removed(space, hashes[index.states(index.find(hashes)) == State.HOLE])
-        return hashes, slots
+        gone = hashes[~(index.memory.has(rows) | index.is_below(rows))]
+        self._room.tell_removed(space, gone)
+        return hashes, slots, len(gone)
 
     def _dropped(self, tier: Beside, count: int) -> None:
         if tier == "disk":

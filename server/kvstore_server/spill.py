@@ -218,8 +218,7 @@ class Spill:
 
     async def _write_down(self, batch: Batch) -> None:
         space, index = batch.space, batch.space.index
-        batch = batch[np.unique(batch.rows, return_index=True)[1]]
-        batch = batch[batch.unchanged() & ~index.disk.has(batch.rows)]
+        batch = batch.to_copy(index.disk)
         names = [(space.namespace, row) for row in batch.rows.tolist()]
         if not self._in_flight.isdisjoint(names):  # lost and stored again while it is being written: once is enough
             batch = batch[np.array([name not in self._in_flight for name in names])]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import block_bytes, chain, records
-from disk_faults import SMALL, checksums_of, memory, open_tier, parents_of
+from builders import chain, records
+from disk_faults import SMALL, checksums_of, filled, open_tier, parents_of, served
 
 from kvstore.types import BlockHash, IntArray
 from kvstore_server.table import NONE
@@ -40,9 +40,7 @@ def opened(tmp_path: Path, *capacities: int, order: tuple[int, ...] = ()) -> Ite
 def write(disks: Disks, hashes: list[BlockHash]) -> tuple[IntArray, list[bool]]:
     """Those blocks for which there is room were to be written: all slots, and which of the blocks are there."""
     disks.open_space(SMALL)
-    array, addresses = memory(SMALL, len(hashes))
-    for row, block_hash in zip(array, hashes, strict=True):
-        row[: SMALL.block_bytes] = block_bytes(SMALL, block_hash)
+    _array, addresses = filled(SMALL, hashes)
     packed = disks.pack(SMALL, addresses=addresses)
     slots = disks.allocate_for(SMALL, packed)
     fits = np.flatnonzero(slots != NONE)
@@ -58,30 +56,20 @@ def write(disks: Disks, hashes: list[BlockHash]) -> tuple[IntArray, list[bool]]:
     return slots, written.tolist()
 
 
-def served(disks: Disks, slots: IntArray, hashes: list[BlockHash]) -> list[bool]:
-    """Which of the blocks are read; none of them is wrong."""
-    array, addresses = memory(SMALL, len(slots))
-    good, checksums = disks.read(SMALL, slots=slots, hashes=records(hashes), addresses=addresses)
-    for row, block_hash, is_good in zip(array, hashes, good, strict=True):
-        assert not is_good or (row[: SMALL.block_bytes] == block_bytes(SMALL, block_hash)).all(), "another block"
-    assert (checksums[good] == checksums_of(SMALL, addresses)[good]).all()
-    return good.tolist()
-
-
 def test_blocks_are_dealt_out_in_proportion_to_the_capacities_and_found_again(tmp_path: Path) -> None:
     """Covers: D2, D4."""
     hashes = chain(80)
     with opened(tmp_path, 3 * MIB, MIB) as disks:
         slots, written = write(disks, hashes)
         assert all(written)
-        assert served(disks, slots, hashes) == [True] * 80
+        assert served(disks, SMALL, slots, records(hashes)) == [True] * 80
         counts = np.bincount(slots >> DISK_BITS)
         assert abs(int(counts[0]) - 60) <= 2
         assert [tier.used_bytes for tier in disks.statistics()] == [int(n) * SMALL.block_bytes for n in counts]
     with opened(tmp_path, MIB, 3 * MIB, order=(1, 0)) as disks:  # named in another order
         (recovered,) = disks.recover()
         assert {one.tobytes() for one in recovered.hashes} == set(hashes)
-        assert all(served(disks, recovered.slots, [BlockHash(one.tobytes()) for one in recovered.hashes]))
+        assert all(served(disks, SMALL, recovered.slots, recovered.hashes))
         assert (np.diff(recovered.stamps) >= 0).all()
 
 
@@ -116,7 +104,7 @@ def test_a_disk_that_fails_costs_its_share_and_is_left_alone(tmp_path: Path, mon
         assert written == ((slots >> DISK_BITS) == 1).tolist()
         assert 0 < sum(written) < 20
         assert (disks.failures, disks.failure) == ({0: "broken"}, "")
-        assert served(disks, before, chain(10)) == [True] * 10, "what it still reads is used"
+        assert served(disks, SMALL, before, records(chain(10))) == [True] * 10, "what it still reads is used"
         slots, written = write(disks, chain(20, seed=2))
         assert all(written)
         assert set((slots >> DISK_BITS).tolist()) == {1}
@@ -158,7 +146,7 @@ def test_a_block_on_two_disks_stays_where_it_was_written_last(tmp_path: Path) ->
             (recovered,) = disks.recover()
             names = [BlockHash(one.tobytes()) for one in recovered.hashes]
             assert sorted(names) == sorted([*hashes, *chain(1, seed=1), *chain(9, seed=2)])
-            assert all(served(disks, recovered.slots, names))
+            assert all(served(disks, SMALL, recovered.slots, records(names)))
             assert [one.used_bytes for one in disks.statistics()] == [2 * SMALL.block_bytes, 14 * SMALL.block_bytes]
             more = [(write(disks, chain(2, seed=seed))[0], chain(2, seed=seed)) for seed in (7, 8)]
             for slots, each in more:

@@ -142,11 +142,8 @@ class CpuTier:
             slab.checksums[places[:, None], parts] = values[chosen]
 
     def _by_slab(self, slots: IntArray) -> Iterator[tuple[Slab, IntArray, AnyArray]]:
-        """Each slab that has some of the slots, their places in it, and which of them they are."""
-        slabs, places = slabs_and_places(slots)
-        for number in np.unique(slabs).tolist():
-            chosen = slabs == number
-            yield self._slabs[SlabId(number)], places[chosen], chosen
+        for number, places, chosen in by_slab(slots):
+            yield self._slabs[number], places, chosen
 
     def belongs(self, slab: SlabId, namespace: Namespace) -> bool:
         """Whether there is such a slab, and it holds blocks of this namespace."""
@@ -240,3 +237,11 @@ def shmem_pages(read: Callable[[Path], str] = Path.read_text) -> str:
 def slabs_and_places(slots: IntArray) -> tuple[IntArray, IntArray]:
     """`[n]` slab ids and `[n]` places in them, of `[n]` slots."""
     return slots >> SLOT_BITS, slots & (MAX_SLOTS - 1)
+
+
+def by_slab(slots: IntArray) -> Iterator[tuple[SlabId, IntArray, AnyArray]]:
+    """Each slab that has some of the slots, their places in it, and which of them they are."""
+    slabs, places = slabs_and_places(slots)
+    for number in np.unique(slabs).tolist():
+        chosen = slabs == number
+        yield SlabId(number), places[chosen], chosen

@@ -59,9 +59,10 @@ class Disks:
         shares = np.searchsorted(self._bounds, (self._dealt + np.arange(len(slots))) * _GOLDEN % 1.0, side="right")
         self._dealt += len(slots)
         live = self._open_disks(spec)
-        wanted = [shares == number for number in live]
-        for number, chosen in [*zip(live, wanted, strict=True), *((number, ...) for number in live)]:
-            missing = np.flatnonzero((slots == NONE) & (True if chosen is ... else chosen))
+        dealt = [(number, shares == number) for number in live]
+        left = [(number, shares >= 0) for number in live]  # what one has no room for, another may have
+        for number, mine in dealt + left:
+            missing = np.flatnonzero(mine & (slots == NONE))
             if len(missing):
                 found = self.tiers[number].allocate_for(spec, packed[missing])
                 slots[missing] = np.where(found == NONE, NONE, found | number << DISK_BITS)

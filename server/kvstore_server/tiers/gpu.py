@@ -18,11 +18,10 @@ import structlog
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
-from kvstore.transport.memory import hash_pieces
 from kvstore.types import HASH_BYTES, AnyArray, HashArray, IntArray, SlabId
-from kvstore_server.tiers.cpu import TierStatistics, slabs_and_places
+from kvstore_server.tiers.cpu import TierStatistics, by_slab, slabs_and_places
 from kvstore_server.tiers.devices import Device, DeviceFailed, DeviceFull
-from kvstore_server.tiers.records import round_up
+from kvstore_server.tiers.records import part_checksums, round_up
 from kvstore_server.tiers.slab import MAX_SLOTS, SlabArena, place_of, slab_of
 
 RETRY_AFTER_S: Final = 60.0  # how long no slab is opened after the device had no memory for one
@@ -85,7 +84,7 @@ class GpuTier:
 
     def free(self, slots: IntArray) -> None:
         """These slots, all in use and of one namespace, hold nothing and can be allocated again."""
-        for number, places, _ in _by_slab(slots):
+        for number, places, _ in by_slab(slots):
             slab = self._slabs[number]
             slab.hashes[places] = np.void(bytes(HASH_BYTES))
             self._used_bytes -= len(places) * slab.spec.block_bytes
@@ -138,7 +137,7 @@ class GpuTier:
                 return
             on_device, on_host, sizes = _runs(slots, self._places(slots), addresses, block_bytes=spec.block_bytes)
             self._device.copy_in(targets=on_device, sources=on_host, sizes=sizes)
-        for number, places, chosen in _by_slab(slots):
+        for number, places, chosen in by_slab(slots):
             slab = self._slabs[number]
             slab.checksums[places] = checksums[chosen]
             slab.hashes[places] = hashes[chosen]
@@ -159,7 +158,9 @@ class GpuTier:
             except DeviceFailed as error:
                 log.error("gpu.read", blocks=len(held), problem=str(error))
                 return np.zeros(len(slots), np.bool_), checksums
-            is_whole = (_part_checksums(spec, addresses[held]) == checksums[held]).all(axis=1)
+            sizes = np.array(spec.part_bytes, np.int64)
+            found = part_checksums(addresses[held], offsets=np.cumsum(sizes) - sizes, sizes=sizes)
+            is_whole = (found == checksums[held]).all(axis=1)
             wrong[held[~is_whole]] = "checksum of the data"
         for bad in np.flatnonzero(wrong != "").tolist():
             slab, place = slab_of(int(slots[bad])), place_of(int(slots[bad]))
@@ -211,7 +212,7 @@ class GpuTier:
         """`[n]`: what is wrong with each slot, as text, "" where it holds this block; `[n, num_parts]` checksums."""
         wrong = np.full(len(slots), "no such slab", dtype="U20")
         checksums = np.zeros((len(slots), spec.num_parts), np.uint64)
-        for number, places, chosen in _by_slab(slots):
+        for number, places, chosen in by_slab(slots):
             slab = self._slabs.get(number)
             if slab is None:
                 continue
@@ -230,7 +231,7 @@ class GpuTier:
     def _places(self, slots: IntArray) -> IntArray:
         """`[n]`: where on the device each slot begins."""
         places = np.empty(len(slots), np.int64)
-        for number, within, chosen in _by_slab(slots):
+        for number, within, chosen in by_slab(slots):
             slab = self._slabs[number]
             places[chosen] = slab.address + within * _slot_bytes(slab.spec)
         return places
@@ -256,14 +257,6 @@ def _slot_bytes(spec: KVSpec) -> int:
     return round_up(spec.block_bytes, SLOT_ALIGN_BYTES)
 
 
-def _by_slab(slots: IntArray) -> Iterator[tuple[SlabId, IntArray, AnyArray]]:
-    """Each slab that has some of the slots, their places in it, and which of them they are."""
-    slabs, places = slabs_and_places(slots)
-    for number in np.unique(slabs).tolist():
-        chosen = slabs == number
-        yield SlabId(number), places[chosen], chosen
-
-
 def _runs(
     slots: IntArray, on_device: IntArray, on_host: IntArray, *, block_bytes: int
 ) -> tuple[IntArray, IntArray, IntArray]:
@@ -278,10 +271,3 @@ def _runs(
     apart = (np.diff(slabs) != 0) | (np.diff(on_device) != block_bytes) | (np.diff(on_host) != block_bytes)
     first = np.flatnonzero(np.append(True, apart))
     return on_device[first], on_host[first], np.diff(np.append(first, len(slots))) * block_bytes
-
-
-def _part_checksums(spec: KVSpec, addresses: IntArray) -> AnyArray:
-    """`[n, num_parts]` u64: the xxh3 of every part of the block at each address."""
-    sizes = np.array(spec.part_bytes, np.int64)
-    pieces = addresses[:, None] + (np.cumsum(sizes) - sizes)
-    return hash_pieces(pieces.ravel(), np.tile(sizes, len(addresses))).reshape(pieces.shape)

@@ -168,8 +168,7 @@ class RecordLayout:
                 except (ValueError, RuntimeError, InvalidRequest) as error:
                     wrong[row] = str(error)
         whole = np.flatnonzero(wrong == "")
-        pieces = addresses[whole, None] + self.part_offsets
-        found = hash_pieces(pieces.ravel(), np.tile(self.part_sizes, len(whole))).reshape(pieces.shape)
+        found = part_checksums(addresses[whole], offsets=self.part_offsets, sizes=self.part_sizes)
         wrong[whole[(found != headers["checksums"][whole]).any(axis=1)]] = "checksum of the data"
         return wrong
 
@@ -207,6 +206,12 @@ class RecordLayout:
         return hash_pieces(
             address_of(headers) + headers.strides[0] * np.arange(count), np.full(count, covered, np.int64)
         )
+
+
+def part_checksums(addresses: IntArray, *, offsets: IntArray, sizes: IntArray) -> AnyArray:
+    """`[n, num_parts]` u64: the xxh3 of every part of the block at each address."""
+    pieces = addresses[:, None] + offsets
+    return hash_pieces(pieces.ravel(), np.tile(sizes, len(addresses))).reshape(pieces.shape)
 
 
 def chunks(slots: IntArray, *, most: int, ends: AnyArray | None = None) -> list[IntArray]:
