@@ -14,6 +14,7 @@ import threading
 import time
 from importlib.metadata import version as distribution_version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
@@ -30,12 +31,14 @@ from kvstore_server.beside import TiersBeside
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
 from kvstore_server.expiry import Expiry
-from kvstore_server.metrics import DiskState, MetricsListener, Snapshot
 from kvstore_server.mover import Mover
 from kvstore_server.service import StoreService
 from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier, shmem_pages
 from kvstore_server.tiers.pinning import PageLock
+
+if TYPE_CHECKING:
+    from kvstore_server.metrics import MetricsListener, Snapshot
 
 log = structlog.get_logger()
 
@@ -144,6 +147,8 @@ class Daemon:
         log.info("stopped")
 
     async def _serve_metrics(self) -> None:
+        from kvstore_server.metrics import MetricsListener  # a tenth of the start, which most do not need
+
         # In a thread: the listener looks up the name of its host.
         self._metrics = await asyncio.to_thread(
             MetricsListener,
@@ -154,7 +159,9 @@ class Daemon:
         )
         log.info("metrics", listening=self._metrics.url)
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> "Snapshot":
+        from kvstore_server.metrics import DiskState, Snapshot
+
         spill = self._beside.disk
         disk = None if spill is None else DiskState(spill.backlog_bytes, len(spill.disks.failures))
         return Snapshot(self._admin.stats(), disk)
