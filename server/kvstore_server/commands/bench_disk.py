@@ -8,7 +8,8 @@ import mmap
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -45,6 +46,8 @@ from kvstore_server.commands.measure import (
     timed,
 )
 from kvstore_server.commands.plain import CALL_BYTES, plain_copy, plain_file
+from kvstore_server.rising import PIECE_BYTES
+from kvstore_server.spill import READS_AT_ONCE, WRITES_AT_ONCE
 from kvstore_server.tiers.disk import DiskTier
 
 WARM_UPS: Final = 2  # rounds that are not timed: after them the disk of the daemons is full, as the others' files are
@@ -116,12 +119,11 @@ def _bandwidths(job: DiskJob) -> dict[str, float | int]:
 
 
 class _TierCopy:
-    """`DiskTier.write` and `.read` in this process, in batches, as the daemon calls them."""
+    """`DiskTier.write` and `.read` in this process, in batches, and as many at once, as the daemon calls them."""
 
     def __init__(self, tier: DiskTier, spec: KVSpec, *, source: ByteArray, target: ByteArray) -> None:
         self._tier = tier
         self._spec = spec
-        self._batch = max(1, BATCH_BYTES // spec.block_bytes)
         places = spec.block_bytes * np.arange(source.size // spec.block_bytes)
         self._sources = address_of(source) + places
         self._targets = address_of(target) + places
@@ -143,7 +145,7 @@ class _TierCopy:
         return took
 
     def _write(self, slots: IntArray, hashes: HashArray, parents: HashArray) -> None:
-        for batch in self._batches(len(slots)):
+        def write(batch: slice) -> None:
             self._tier.write(
                 self._spec,
                 slots=slots[batch],
@@ -153,14 +155,20 @@ class _TierCopy:
                 checksums=self._checksums[batch],
             )
 
+        self._batches(write, len(slots), batch_bytes=BATCH_BYTES, at_once=WRITES_AT_ONCE)
+
     def _read(self, slots: IntArray, hashes: HashArray) -> None:
-        for batch in self._batches(len(slots)):
+        def read(batch: slice) -> None:
             addresses = self._targets[batch]
             good, _ = self._tier.read(self._spec, slots=slots[batch], hashes=hashes[batch], addresses=addresses)
             assert good.all(), f"read {good.sum()} of {len(good)} blocks"
 
-    def _batches(self, count: int) -> Iterator[slice]:
-        return (slice(first, first + self._batch) for first in range(0, count, self._batch))
+        self._batches(read, len(slots), batch_bytes=PIECE_BYTES, at_once=READS_AT_ONCE)
+
+    def _batches(self, work: Callable[[slice], None], count: int, *, batch_bytes: int, at_once: int) -> None:
+        step = max(1, batch_bytes // self._spec.block_bytes)
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(work, (slice(first, first + step) for first in range(0, count, step))))
 
 
 def _through_daemons(

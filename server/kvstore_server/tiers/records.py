@@ -150,9 +150,9 @@ class RecordLayout:
     def unpack(
         self, headers: AnyArray, *, hashes: HashArray, stored: IntArray, room_bytes: int, addresses: IntArray
     ) -> AnyArray:
-        """`[n]`: what is wrong with each record, as text; "" where this block is at its address now, plain.
+        """`[n]`: what is wrong with each record, as text; "" where its block, unchecked, is at its address, plain.
 
-        `stored` is where what was read lies, `room_bytes` each; only a room for plain blocks may be the address itself.
+        Next: `check_data`. `stored` is where what was read lies, `room_bytes` each; only a room for plain blocks may be the address itself.
         """
         wrong = self._check_headers(headers, hashes=hashes, room_bytes=room_bytes)
         packed = np.flatnonzero((wrong == "") & (headers["codec"] != NUMBERS[Codec.NONE]))
@@ -167,10 +167,13 @@ class RecordLayout:
                     decompress(source, memory_at(int(addresses[row]), self.spec.block_bytes))
                 except (ValueError, RuntimeError, InvalidRequest) as error:
                     wrong[row] = str(error)
+        return wrong
+
+    def check_data(self, headers: AnyArray, addresses: IntArray, wrong: AnyArray) -> None:
+        """`wrong`, `[n]`, from `unpack`, says where the plain block at an address is not what its header says."""
         whole = np.flatnonzero(wrong == "")
         found = part_checksums(addresses[whole], offsets=self.part_offsets, sizes=self.part_sizes)
         wrong[whole[(found != headers["checksums"][whole]).any(axis=1)]] = "checksum of the data"
-        return wrong
 
     def buffers(self, headers: AnyArray, addresses: IntArray, sizes: Sequence[int]) -> list[memoryview]:
         """The memory of `[n]` consecutive records: header and data of each, in turn."""

@@ -9,11 +9,12 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import structlog
@@ -26,7 +27,18 @@ from kvstore_server.tiers.slab import SLOT_BITS, place_of, slab_of
 
 PROBE_CALLS: Final = 8  # of MAX_CALL_BYTES each
 
+T = TypeVar("T")
+
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """Records that one call brought."""
+
+    chosen: IntArray  # which of those that were asked for
+    headers: AnyArray
+    wrong: AnyArray  # what is wrong with each but for its data, as text
 
 
 class SlabFiles:
@@ -118,7 +130,7 @@ class SlabFiles:
         good = np.zeros(len(slots), np.bool_)
         checksums = np.zeros((len(slots), len(layout.part_sizes)), np.uint64)
 
-        def read_chunk(chosen: IntArray) -> None:
+        def read_chunk(chosen: IntArray) -> list[_Read]:
             first, room_bytes = int(slots[chosen[0]]), int(rooms[chosen[0]])
             headers, stored = layout.scratch(len(chosen)), addresses[chosen]
             if room_bytes < layout.data_bytes:
@@ -130,20 +142,23 @@ class SlabFiles:
             except OSError as error:
                 if len(chosen) == 1:
                     self._report(first, str(error))
-                else:  # one bad block must not take the others with it
-                    for one in chosen.tolist():
-                        read_chunk(np.array([one]))
-                return
+                    return []
+                # One bad block must not take the others with it.
+                return [read for one in chosen.tolist() for read in read_chunk(np.array([one]))]
             wrong = layout.unpack(
                 headers, hashes=hashes[chosen], stored=stored, room_bytes=room_bytes, addresses=addresses[chosen]
             )
-            good[chosen] = wrong == ""
-            checksums[chosen] = headers["checksums"]
-            for bad in np.flatnonzero(wrong != "").tolist():
-                self._report(int(slots[chosen[bad]]), str(wrong[bad]))
+            return [_Read(chosen, headers, wrong)]
 
         most = layout.records_per_call(len(slots), num_threads=self._num_threads)
-        self.each(read_chunk, chunks(slots, most=most))
+        for reads in self._results(read_chunk, chunks(slots, most=most)):
+            for read in reads:  # checked here, while the threads go on reading: the disk does not wait for it
+                chosen, wrong = read.chosen, read.wrong
+                layout.check_data(read.headers, addresses[chosen], wrong)
+                good[chosen] = wrong == ""
+                checksums[chosen] = read.headers["checksums"]
+                for bad in np.flatnonzero(wrong != "").tolist():
+                    self._report(int(slots[chosen[bad]]), str(wrong[bad]))
         return good, checksums
 
     def delete(self, names: Sequence[str]) -> None:
@@ -184,14 +199,21 @@ class SlabFiles:
             self._files.unlink(probe)
 
     def each(self, work: Callable[[IntArray], None], parts: Sequence[IntArray]) -> None:
-        """The work is done for all parts, and none of it goes on; raises what the first that failed did."""
+        """The work is done for all parts, and none of it goes on; raises what one of those that failed did."""
+        for _ in self._results(work, parts):
+            pass
+
+    def _results(self, work: Callable[[IntArray], T], parts: Sequence[IntArray]) -> Iterator[T]:
+        """What the work returns for each part, as it comes; none of it goes on after the end, or a failure."""
         if len(parts) == 1:
-            work(parts[0])
+            yield work(parts[0])
             return
         futures = [self._pool.submit(work, part) for part in parts]
-        wait(futures)  # also after a failure: the caller's memory is in use until then
-        for future in futures:
-            future.result()
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            wait(futures)  # also after a failure: the caller's memory is in use until then
 
     def _expect_room(self, size_bytes: int) -> None:
         """Raises: OSError, if less than the reserve would stay free."""
