@@ -152,7 +152,8 @@ class RecordLayout:
     ) -> AnyArray:
         """`[n]`: what is wrong with each record, as text; "" where its block, unchecked, is at its address, plain.
 
-        Next: `check_data`. `stored` is where what was read lies, `room_bytes` each; only a room for plain blocks may be the address itself.
+        Next: `check_data`. `stored` is where what was read lies, `room_bytes` each; only a room for plain blocks may be
+        the address itself.
         """
         wrong = self._check_headers(headers, hashes=hashes, room_bytes=room_bytes)
         packed = np.flatnonzero((wrong == "") & (headers["codec"] != NUMBERS[Codec.NONE]))
