@@ -29,7 +29,7 @@ from kvstore_client.load import Load
 from kvstore_client.locate import Match, locate, worth_loading
 from kvstore_client.options import ClientOptions, ClientStatistics, Counters
 from kvstore_client.regions import Region, Regions
-from kvstore_client.session import Answer, Session
+from kvstore_client.session import Session
 from kvstore_client.slabs import Slabs
 from kvstore_client.staging import Stagings
 from kvstore_client.write import Write
@@ -142,8 +142,9 @@ class KVClient:
         name = self._new_lease() if lease is None else lease
         message = pb.ClientMessage(match=pb.Match(hashes=packed, lease=name))
         # Without it a late answer would lease what nobody releases.
-        undo = pb.ClientMessage(release=pb.Release(lease=name))
-        answer, _ = session.call(message, deadline=deadline, undo=undo)
+        answer, _ = session.call(
+            message, deadline=deadline, undo=lambda _: pb.ClientMessage(release=pb.Release(lease=name))
+        )
         matched = answer.matched
         num_blocks = worth_loading(matched, self.spec, prefill_tokens_per_s=self.options.prefill_tokens_per_s)
         num_writing = matched.num_writing if num_blocks == matched.num_blocks else 0
@@ -215,12 +216,11 @@ class KVClient:
         deadline = self._deadline(timeout_s)
         session = self._channel.session(deadline)
         request = pb.Store_(parent=parent or b"", hashes=packed, parts=b"" if parts is None else pack_u32(chosen))
-
-        def abort_late(answer: Answer) -> None:
-            if not isinstance(answer, KVStoreError) and answer.HasField("reserved"):
-                session.tell(pb.ClientMessage(abort=pb.Abort(write_id=answer.reserved.write_id)))
-
-        answer, _ = session.call(pb.ClientMessage(store=request), deadline=deadline, then=abort_late)
+        answer, _ = session.call(
+            pb.ClientMessage(store=request),
+            deadline=deadline,
+            undo=lambda request_id: pb.ClientMessage(abort=pb.Abort(store_request_id=request_id)),
+        )
         return Write(
             session,
             self.spec,

@@ -72,7 +72,7 @@ def locate(
     """
     packed = pack(plan.hashes)
     message = pb.ClientMessage(load=pb.Load(hashes=packed, lease=plan.lease, follow=follow))
-    undo = None if follow else pb.ClientMessage(release=pb.Release(lease=plan.lease))
+    undo = None if follow else lambda _: pb.ClientMessage(release=pb.Release(lease=plan.lease))
     try:
         answer, request_id = session.call(message, deadline=deadline, then=load.hear, lasting=True, undo=undo)
         location, errors, writing = _decode(answer.located, num_blocks=len(plan.hashes))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Answer: TypeAlias = pb.ServerMessage | KVStoreError
 OnAnswer: TypeAlias = Callable[[Answer], None]  # runs on the reader thread: must neither block nor raise
+Undo: TypeAlias = Callable[[int], pb.ClientMessage]  # what undoes the request of this id
 
 _CANCELLED: Final = 1
 
@@ -106,7 +107,7 @@ class Session:
         deadline: float,
         then: OnAnswer | None = None,
         lasting: bool = False,
-        undo: pb.ClientMessage | None = None,
+        undo: Undo | None = None,
     ) -> tuple[pb.ServerMessage, int]:
         """The answer, and the id of the request.
 
@@ -132,7 +133,7 @@ class Session:
                     answer = self._await(entry, deadline, message.WhichOneof("body") or "")
                 except StoreTimeout:
                     if undo is not None and self.alive:
-                        self.tell(undo)
+                        self.tell(undo(message.request_id))
                     raise
         except KVStoreError as error:
             self.report(error)
@@ -140,14 +141,14 @@ class Session:
         self._breaker.succeeded()
         return answer, message.request_id
 
-    def _call_beside(
-        self, message: pb.ClientMessage, undo: pb.ClientMessage, deadline: float
-    ) -> pb.ServerMessage | None:
+    def _call_beside(self, message: pb.ClientMessage, undo: Undo, deadline: float) -> pb.ServerMessage | None:
         """The answer over the shm socket; None if the request must take the stream."""
         if not self.alive:
             return None
-        message.request_id, undo.request_id = next(self._ids), next(self._ids)
-        data = self.exchange.call(message.SerializeToString(), undo=undo.SerializeToString(), deadline=deadline)
+        message.request_id = next(self._ids)
+        undone = undo(message.request_id)
+        undone.request_id = next(self._ids)
+        data = self.exchange.call(message.SerializeToString(), undo=undone.SerializeToString(), deadline=deadline)
         if data is None:
             return None
         answer = pb.ServerMessage.FromString(data)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from kvstore.errors import InvalidRequest, KVStoreError, StoreTimeout, StoreUnavailable, WriterFailed
 from kvstore.spec import KVSpec
 from kvstore.transport.memory import address_of, copy_pieces
+from kvstore.transport.shm import MAX_CALL_COPY_BYTES
 from kvstore.types import IntArray, Outcome, WriteId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status, pack_u32, pack_u64
@@ -120,8 +122,7 @@ class Write:
         deadline = self._deadline(timeout_s)
         try:
             self._wait_acknowledged(deadline)
-            message = pb.ClientMessage(commit=pb.Commit(write_id=self._id))
-            answer, _ = self._session.call(message, deadline=deadline)
+            answer = self._call(pb.ClientMessage(commit=pb.Commit(write_id=self._id)), deadline)
         except KVStoreError:
             self._give_up()
             raise
@@ -137,9 +138,8 @@ class Write:
         if self._over in ("committed", "aborted"):
             return
         self._over = "aborted"
-        message = pb.ClientMessage(abort=pb.Abort(write_id=self._id))
         try:
-            self._session.call(message, deadline=self._deadline(None))
+            self._session.call(self._abortion(), deadline=self._deadline(None))
         except KVStoreError:
             return  # it went with its session, or goes when that ends
 
@@ -155,7 +155,7 @@ class Write:
             addresses = source.addresses(self._new)
             region = self._regions.containing(addresses, source.row_bytes)
             if region is not None:
-                self._send_region(region, addresses, parts, begins)
+                self._send_region(region, addresses, parts, begins, deadline)
                 self._wait_acknowledged(deadline)
             else:
                 self._send_staged(source, parts, begins, deadline)
@@ -163,14 +163,22 @@ class Write:
             self._give_up()
             raise
 
-    def _send_region(self, region: Region, addresses: IntArray, parts: Sequence[int], begins: list[int]) -> None:
+    def _send_region(
+        self, region: Region, addresses: IntArray, parts: Sequence[int], begins: list[int], deadline: float
+    ) -> None:
         check_usable(region, self._session)
         rows = offsets_in(region, addresses)
         sizes = [self._spec.part_bytes[part] for part in parts]
         for blocks, columns in grids(self.num_new, sizes, most_bytes=MESSAGE_BYTES):
             offsets = rows[blocks, None] + np.array(begins[columns], np.int64)
             size_bytes = sum(sizes[columns]) * len(offsets)
-            self._send(self._new[blocks], parts[columns], region.number, offsets, size_bytes, lambda: None)
+            message = self._part(self._new[blocks], parts[columns], region.number, offsets)
+            if size_bytes <= MAX_CALL_COPY_BYTES:
+                with suppress(WriterFailed):  # some blocks were given up by others; commit tells which
+                    self._call(message, deadline)
+                    self._counters.add("bytes_stored", size_bytes)
+            else:
+                self._send(message, size_bytes, lambda: None)
 
     def _send_staged(self, source: Rows, parts: Sequence[int], begins: list[int], deadline: float) -> None:
         staging = self._staging.of(self._session, deadline=deadline)
@@ -193,26 +201,27 @@ class Write:
             except BaseException:
                 give_back()
                 raise
-            self._send(indices, parts[columns], staging.region.number, offsets, total_bytes, give_back)
+            self._send(self._part(indices, parts[columns], staging.region.number, offsets), total_bytes, give_back)
 
-    def _send(
-        self,
-        blocks: IntArray,
-        parts: Sequence[int],
-        region: int,
-        offsets: IntArray,
-        size_bytes: int,
-        give_back: Callable[[], None],
-    ) -> None:
-        message = pb.ClientMessage(
-            store_part=pb.StorePart(
-                write_id=self._id,
-                blocks=pack_u32(blocks),
-                parts=pack_u32(parts),
-                region=region,
-                offsets=pack_u64(offsets),
-            )
+    def _part(self, blocks: IntArray, parts: Sequence[int], region: int, offsets: IntArray) -> pb.ClientMessage:
+        part = pb.StorePart(
+            write_id=self._id,
+            blocks=pack_u32(blocks),
+            parts=pack_u32(parts),
+            region=region,
+            offsets=pack_u64(offsets),
         )
+        return pb.ClientMessage(store_part=part)
+
+    def _call(self, message: pb.ClientMessage, deadline: float) -> pb.ServerMessage:
+        """The answer; the write is given up at the daemon, too, if there is none in time."""
+        answer, _ = self._session.call(message, deadline=deadline, undo=self._abortion)
+        return answer
+
+    def _abortion(self, _: int = 0) -> pb.ClientMessage:
+        return pb.ClientMessage(abort=pb.Abort(write_id=self._id))
+
+    def _send(self, message: pb.ClientMessage, size_bytes: int, give_back: Callable[[], None]) -> None:
         with self._acks:
             self._unacknowledged += 1
         self._session.start(message, partial(self._acknowledged, size_bytes, give_back))
@@ -272,4 +281,4 @@ class Write:
         """Over, without waiting: the daemon is told to give up what is not committed."""
         self._over = "given up"
         if self._session.alive:
-            self._session.tell(pb.ClientMessage(abort=pb.Abort(write_id=self._id)))
+            self._session.tell(self._abortion())

@@ -42,7 +42,7 @@ def hash_pieces(addresses: IntArray, sizes: IntArray) -> AnyArray:
 
 def address_of(array: AnyArray) -> int:
     """Where the array's first byte lies."""
-    address: int = array.__array_interface__["data"][0]
+    address: int = array.ctypes.data  # not `__array_interface__`: it describes a dtype of fields at length
     return address
 
 

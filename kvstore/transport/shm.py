@@ -31,6 +31,7 @@ PAGE_BYTES: Final = 4096
 SLOT_ALIGN_BYTES: Final = 4096  # what O_DIRECT and device copies ask for
 HEADER_ALIGN_BYTES: Final = 64  # one cache line: the header of one slot is never split over two readers' lines
 TICKET_BYTES: Final = 16
+MAX_CALL_COPY_BYTES: Final = 1 << 20  # of a StorePart on the socket: copied there and then, while others wait
 
 # From linux/fcntl.h; Python 3.11 names all but the last.
 F_SEAL_FUTURE_WRITE: Final = 0x0010

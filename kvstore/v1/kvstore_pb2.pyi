@@ -313,10 +313,12 @@ class Committed(_message.Message):
     def __init__(self, outcomes: _Optional[bytes] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("write_id",)
+    __slots__ = ("write_id", "store_request_id")
     WRITE_ID_FIELD_NUMBER: _ClassVar[int]
+    STORE_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     write_id: int
-    def __init__(self, write_id: _Optional[int] = ...) -> None: ...
+    store_request_id: int
+    def __init__(self, write_id: _Optional[int] = ..., store_request_id: _Optional[int] = ...) -> None: ...
 
 class Aborted(_message.Message):
     __slots__ = ("num_blocks",)

@@ -26,6 +26,10 @@ class Mover:
         """All copies are done; returns `[n]` xxh3. Must not be cancelled: threads cannot be."""
         return await self._in_threads(copies.sizes, lambda job: self._copy(copies, job))
 
+    def take_in_now(self, copies: Copies) -> AnyArray:
+        """As `take_in`, in this thread: for copies that take less time than going to another."""
+        return self._copy(copies, slice(None))
+
     async def hash(self, addresses: IntArray, sizes: IntArray) -> AnyArray:
         """`[n]`: the xxh3 of each piece of memory, which must stay mapped. Must not be cancelled."""
         return await self._in_threads(sizes, lambda job: hash_pieces(addresses[job], sizes[job]))

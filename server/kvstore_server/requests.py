@@ -10,7 +10,16 @@ import numpy as np
 import structlog
 from google.protobuf.message import DecodeError
 
-from kvstore.errors import BlockCorrupt, BlockMissing, InvalidRequest, KVStoreError, StoreFull, WriterFailed
+from kvstore.errors import (
+    BlockCorrupt,
+    BlockMissing,
+    InvalidRequest,
+    KVStoreError,
+    StoreFull,
+    Unsupported,
+    WriterFailed,
+)
+from kvstore.transport.shm import MAX_CALL_COPY_BYTES
 from kvstore.types import HASH_BYTES, AnyArray, BlockHash, HashArray, IntArray, SlabId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import MAX_LEASE_BYTES, pack_u32, pack_u64, status_of, unpack_hashes, unpack_u32, unpack_u64
@@ -22,7 +31,8 @@ from kvstore_server.values import Intake, Space
 
 log = structlog.get_logger()
 
-CALLABLE: Final = ("match", "prefetch", "load", "release")  # answered at once, in no more bytes than they have
+# Answered at once, and in few bytes.
+CALLABLE: Final = ("match", "prefetch", "load", "release", "store", "store_part", "commit", "abort")
 
 
 class Requests:
@@ -89,6 +99,8 @@ class Requests:
         try:
             if kind == "load":  # with errors, its answer might not fit into a datagram
                 reply = self._load(connection, message.request_id, message.load, whole=True)
+            elif kind == "store_part":
+                reply = self._take_in_now(connection, message.store_part)
             else:
                 reply = self._answer(connection, message, kind) or pb.ServerMessage()
         except KVStoreError:
@@ -129,12 +141,13 @@ class Requests:
             connection.told.set()  # parts that arrived before; told after this answer, because both wait their turn
         return pb.ServerMessage(located=located)
 
-    def _reserve(self, connection: Connection, _: int, request: pb.Store_) -> pb.ServerMessage:
+    def _reserve(self, connection: Connection, request_id: int, request: pb.Store_) -> pb.ServerMessage:
         if self.draining:
             raise StoreFull("the store is draining and takes nothing new; skip this save")
         if len(request.parent) not in (0, HASH_BYTES):
             raise InvalidRequest(f"parent: expected {HASH_BYTES} bytes or none, got {len(request.parent)}")
         write = connection.session.reserve(
+            request_id,
             parent=BlockHash(request.parent) if request.parent else None,
             hashes=unpack_hashes(request.hashes),
             parts=unpack_u32(request.parts, name="parts").tolist(),
@@ -142,33 +155,39 @@ class Requests:
         return pb.ServerMessage(reserved=pb.Reserved(write_id=write.id, outcomes=bytes(write.outcomes)))
 
     async def _store_part(self, connection: Connection, request_id: int, request: pb.StorePart) -> None:
-        intake = connection.session.plan_intake(
-            request.write_id,
-            blocks=unpack_u32(request.blocks, name="blocks"),
-            parts=unpack_u32(request.parts, name="parts"),
-            region=request.region,
-            offsets=unpack_u64(request.offsets, name="offsets"),
-        )
+        intake = _plan(connection, request)
         await connection.start(self._take_in(connection, request_id, intake), request_id=request_id, bounded=True)
 
     async def _take_in(self, connection: Connection, request_id: int, intake: Intake) -> None:
         num_committed = await connection.finish(self._bring_in(intake))
-        reply = pb.ServerMessage(request_id=request_id, part_stored=pb.PartStored(num_committed=num_committed))
-        if intake.num_left_out or any(pending.given_up for pending in intake.blocks):
-            error = WriterFailed("a block was given up by another writer meanwhile; commit tells which")
-            reply = pb.ServerMessage(request_id=request_id, status=status_of(error))
+        reply = _taken_in(intake, num_committed)
+        reply.request_id = request_id
         await connection.send(reply)
 
     async def _bring_in(self, intake: Intake) -> int:
         checksums = await self._mover.take_in(intake.copies)
         return self._store.parts_arrived(intake, checksums)
 
+    def _take_in_now(self, connection: Connection, request: pb.StorePart) -> pb.ServerMessage:
+        """Raises: Unsupported, if that would keep everybody waiting."""
+        parts = unpack_u32(request.parts, name="parts")
+        sizes = np.array(connection.session.space.spec.part_bytes)
+        size_bytes = len(request.blocks) // 4 * int(sizes[parts[parts < len(sizes)]].sum())
+        if size_bytes > MAX_CALL_COPY_BYTES:
+            raise Unsupported(f"call: a StorePart of at most {MAX_CALL_COPY_BYTES} bytes, got {size_bytes}; stream it")
+        intake = _plan(connection, request)
+        return _taken_in(intake, self._store.parts_arrived(intake, self._mover.take_in_now(intake.copies)))
+
     def _commit(self, connection: Connection, _: int, request: pb.Commit) -> pb.ServerMessage:
         outcomes = connection.session.commit(request.write_id)
         return pb.ServerMessage(committed=pb.Committed(outcomes=bytes(outcomes)))
 
     def _abort(self, connection: Connection, _: int, request: pb.Abort) -> pb.ServerMessage:
-        return pb.ServerMessage(aborted=pb.Aborted(num_blocks=connection.session.abort(request.write_id)))
+        if request.write_id:
+            num_blocks = connection.session.abort(request.write_id)
+        else:
+            num_blocks = connection.session.abort_request(request.store_request_id)
+        return pb.ServerMessage(aborted=pb.Aborted(num_blocks=num_blocks))
 
     def _release(self, connection: Connection, _: int, request: pb.Release) -> pb.ServerMessage:
         num_blocks = connection.session.release(_lease(request.lease))
@@ -227,6 +246,23 @@ class Requests:
 
     def _ping(self, connection: Connection, _: int, request: pb.Ping) -> pb.ServerMessage:
         return pb.ServerMessage(pong=pb.Pong())
+
+
+def _plan(connection: Connection, request: pb.StorePart) -> Intake:
+    return connection.session.plan_intake(
+        request.write_id,
+        blocks=unpack_u32(request.blocks, name="blocks"),
+        parts=unpack_u32(request.parts, name="parts"),
+        region=request.region,
+        offsets=unpack_u64(request.offsets, name="offsets"),
+    )
+
+
+def _taken_in(intake: Intake, num_committed: int) -> pb.ServerMessage:
+    if intake.num_left_out or any(pending.given_up for pending in intake.blocks):
+        error = WriterFailed("a block was given up by another writer meanwhile; commit tells which")
+        return pb.ServerMessage(status=status_of(error))
+    return pb.ServerMessage(part_stored=pb.PartStored(num_committed=num_committed))
 
 
 def _lease(name: str) -> str:

@@ -115,11 +115,12 @@ class Session:
 
     # Writing.
 
-    def reserve(self, *, parent: BlockHash | None, hashes: HashArray, parts: Sequence[int]) -> Write:
+    def reserve(self, request_id: int, *, parent: BlockHash | None, hashes: HashArray, parts: Sequence[int]) -> Write:
         """A write of this session, with the outcome for each block."""
         if len(self._writes) >= MAX_WRITES:
             raise StoreFull(f"writes: expected at most {MAX_WRITES} open in a session; commit or abort some")
         write = self._store.reserve(self.space, parent=parent, hashes=hashes, parts=parts)
+        write.request_id = request_id
         self._writes[write.id] = write
         return write
 
@@ -147,7 +148,16 @@ class Session:
 
     def abort(self, write_id: int) -> int:
         """The blocks of the write that are not committed are given up; returns how many."""
-        write = self._write(write_id)
+        return self._abort(self._write(write_id))
+
+    def abort_request(self, request_id: int) -> int:
+        """As `abort`, of the write that this request reserved."""
+        for write in self._writes.values():
+            if write.request_id == request_id:
+                return self._abort(write)
+        raise BlockMissing(f"request {request_id}: expected a Store of this session whose write is open; none is")
+
+    def _abort(self, write: Write) -> int:
         del self._writes[write.id]
         return self._store.finish_write(write, abort=True)
 

@@ -66,6 +66,7 @@ class Write:
     hashes: HashArray
     outcomes: list[Outcome]
     pending: dict[int, Pending] = field(default_factory=dict)
+    request_id: int = 0  # within its session
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 from builders import chain, rows, spec
 from service.harness import DEADLINE_S, DaemonProcess, RawStream, eventually
 
-from kvstore.errors import InvalidRequest, StoreTimeout
+from kvstore.errors import BlockMissing, InvalidRequest, StoreTimeout
 from kvstore.hashing import pack
-from kvstore.transport.shm import Op, Request
-from kvstore.types import BlockHash
+from kvstore.transport.shm import MAX_CALL_COPY_BYTES, Op, Request
+from kvstore.types import BlockHash, Outcome
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client import BlockRows, ClientOptions, KVClient
 
@@ -86,6 +87,86 @@ def test_a_load_with_a_block_that_is_missing_takes_the_stream_and_nothing_is_lea
     eventually(lambda: daemon.stats().blocks_leased == 0)
 
 
+def test_a_small_store_from_a_region_does_not_take_the_stream(client: KVClient) -> None:
+    session = client._channel.current
+    assert session is not None
+    more = chain(3, of=KV, seed=1)
+    region = client.region(3 * KV.block_bytes)
+    region.array[:] = rows(KV, more).ravel()
+    sent_before = session.sent_at
+    with client.store(more) as write:
+        write.put_blocks(region.array.reshape(3, -1))
+    assert write.outcomes == [Outcome.STORED] * 3
+    assert session.sent_at == sent_before, "the stream was used"
+    assert client.statistics().bytes_stored == 7 * KV.block_bytes
+    with client.load(more, view=True) as load:
+        assert [bytes(load.view(block, 1)) for block in range(3)] == [bytes(row[64:]) for row in rows(KV, more)]
+
+
+def test_a_part_that_would_keep_others_waiting_is_referred_to_the_stream_and_not_taken_in(
+    daemon: DaemonProcess, client: KVClient
+) -> None:
+    session = client._channel.current
+    assert session is not None
+    num_blocks = MAX_CALL_COPY_BYTES // KV.block_bytes + 1
+    more = [BlockHash((1 + number).to_bytes(32, "big")) for number in range(num_blocks)]
+    region = client.region(num_blocks * KV.block_bytes)
+    region.array[:] = np.arange(len(region.array)) % 251
+    with client.store(more) as write:
+        part = write._part(np.arange(num_blocks), write.parts[:], region.number, np.zeros((num_blocks, 2), np.int64))
+        asked = session.exchange.call(part.SerializeToString(), undo=b"", deadline=time.monotonic() + DEADLINE_S)
+        assert asked is None
+        assert daemon.stats().counters.bytes_stored == 4 * KV.block_bytes
+        write.put_blocks(region.array.reshape(num_blocks, -1))
+    assert write.outcomes == [Outcome.STORED] * num_blocks
+
+
+def test_a_store_that_a_stopped_daemon_answers_too_late_reserves_nothing(
+    daemon: DaemonProcess, client: KVClient
+) -> None:
+    """Covers: C1, C5."""
+    more = chain(3, of=KV, seed=1)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreTimeout):
+            client.store(more, timeout_s=0.1)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: not daemon.stats().blocks_writing)
+    with client.store(more) as write:
+        assert write.outcomes == [Outcome.NEW] * 3, "they are reserved for nobody"
+        write.put_blocks(rows(KV, more))
+
+
+def test_a_part_that_a_stopped_daemon_takes_too_late_gives_the_write_up(
+    daemon: DaemonProcess, client: KVClient
+) -> None:
+    """Covers: C1, C5."""
+    more = chain(3, of=KV, seed=1)
+    region = client.region(3 * KV.block_bytes)
+    write = client.store(more)
+    assert daemon.stats().blocks_writing == 3
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreTimeout):
+            write.put(0, region.array.reshape(3, -1)[:, :64], timeout_s=0.1)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    eventually(lambda: not daemon.stats().blocks_writing)
+    assert client.match(more).num_blocks == 0
+
+
+def test_a_write_is_aborted_by_the_request_that_began_it_only_while_it_is_open(
+    shared: DaemonProcess, stream: RawStream, shm: Any
+) -> None:
+    peer = shm(shared, stream.welcome.shm.ticket)
+    begun = call(store=pb.Store_(hashes=pack(chain(2, of=KV, seed=5))))
+    peer.ask(begun)
+    assert stream.code(abort=pb.Abort(store_request_id=8)) == BlockMissing.code
+    assert stream.ask(abort=pb.Abort(store_request_id=7)).aborted.num_blocks == 2
+    assert stream.code(abort=pb.Abort(store_request_id=7)) == BlockMissing.code
+
+
 def test_calls_of_two_threads_at_once_are_both_answered(client: KVClient) -> None:
     found: list[int] = []
 
@@ -141,7 +222,7 @@ def test_a_client_that_leaves_without_reading_its_answer_has_its_last_word_heard
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (call(store=pb.Store_(hashes=pack(HASHES))), "expected one of match, prefetch, load, release (no follow), got"),
+        (call(verify=pb.Verify(hashes=pack(HASHES))), "expected one of match, prefetch, load, release, store, store_"),
         (call(load=pb.Load(hashes=pack(HASHES), lease="x", follow=True)), "got load; use the stream"),
         (call(load=pb.Load(hashes=pack(HASHES))), "expected a name"),
         (call(), "got none"),

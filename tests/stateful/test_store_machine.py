@@ -117,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reserve(self, space: int, number: int, tree: int, length: int) -> None:
         hashes = TREES[space][tree][:length]
         before = set(self.committed[space])
-        write = self.sessions[space][number].reserve(parent=None, hashes=records(hashes), parts=[])
+        write = self.sessions[space][number].reserve(1, parent=None, hashes=records(hashes), parts=[])
         for block_hash, outcome in zip(hashes, write.outcomes, strict=True):
             if outcome is Outcome.STORED:
                 assert block_hash in before & self.committed[space]

@@ -29,7 +29,7 @@ def session() -> Session:
 
 
 def committed(session: Session) -> None:
-    write = session.reserve(parent=None, hashes=HASHES, parts=[])
+    write = session.reserve(1, parent=None, hashes=HASHES, parts=[])
     for pending in write.pending.values():
         session.space.writes.take(pending, writer=write.id, parts=pending.all_parts)
         session.space.writes.arrive(pending, pending.all_parts)
@@ -54,9 +54,9 @@ def test_a_lease_too_many_is_refused_and_holds_nothing(session: Session, monkeyp
 
 def test_a_write_too_many_is_refused_and_reserves_nothing(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "MAX_WRITES", 1)
-    session.reserve(parent=None, hashes=HASHES[:1], parts=[])
+    session.reserve(1, parent=None, hashes=HASHES[:1], parts=[])
     with pytest.raises(StoreFull, match="at most 1 open"):
-        session.reserve(parent=None, hashes=HASHES[1:], parts=[])
+        session.reserve(1, parent=None, hashes=HASHES[1:], parts=[])
     assert len(session.space.writes) == 1
     session.end()
     assert len(session.space.writes) == 0
@@ -65,4 +65,4 @@ def test_a_write_too_many_is_refused_and_reserves_nothing(session: Session, monk
 def test_a_part_that_there_is_not_is_refused(session: Session) -> None:
     for parts in ([2], [0, 0]):
         with pytest.raises(InvalidRequest, match="expected different ones from 0 to 1"):
-            session.reserve(parent=None, hashes=HASHES, parts=parts)
+            session.reserve(1, parent=None, hashes=HASHES, parts=parts)

@@ -176,7 +176,7 @@ def test_a_reservation_that_comes_too_late_is_aborted(daemon: ScriptedDaemon, cl
     asked = daemon.next("store")
     reserved = pb.Reserved(write_id=7, outcomes=b"\1\1")
     daemon.streams[-1].put(pb.ServerMessage(request_id=asked.request_id, reserved=reserved))
-    assert daemon.next("abort").abort.write_id == 7
+    assert daemon.next("abort").abort == pb.Abort(store_request_id=asked.request_id)
 
 
 def test_a_stream_that_ends_fails_the_calls_that_wait_at_once(daemon: ScriptedDaemon, client: KVClient) -> None:
