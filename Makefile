@@ -40,7 +40,7 @@ test: $(DEMO)  ## run all tests (PYTEST_ARGS=...)
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 test-vllm: $(VLLM)  ## run the connector's tests on vLLM, on the CPU (about 2 GB; PYTEST_ARGS=...)
-	$(VLLM_VENV)/bin/pytest tests/vllm_engine $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/pytest tests/vllm_engine -o faulthandler_timeout=540 $(PYTEST_ARGS)
 
 check: lint types imports drift  ## format, lint, types, import contracts, generated code
 

@@ -1,6 +1,9 @@
 """A model small enough for tests, and a tokenizer for it."""
 
 from pathlib import Path
+from typing import Final
+
+MLA_LAYERS: Final = 3
 
 
 def write_model(folder: Path, *, seed: int = 0) -> Path:
@@ -25,6 +28,40 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
         dtype="float32",
     )
     LlamaForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def write_mla_model(folder: Path) -> Path:
+    """A tiny DeepSeek-V2 of dense layers. Its weights are as wide as lets whole and split prompts end alike."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=MLA_LAYERS,
+        first_k_dense_replace=MLA_LAYERS,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,  # this and what follows: the sizes that kernels are compiled for
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.03,
+        dtype="float32",
+    )
+    DeepseekV2ForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
     return folder
 
 
