@@ -211,6 +211,8 @@ class Filling:
             self.progress.fail(failed.index, error_from_status(failed.status))
         for part in np.unique(parts).tolist():
             fresh = self.progress.arrive(part, blocks[parts == part])
+            if not len(fresh):  # a part that others asked for, or known before
+                continue
             if not self._plan.touches_bytes:
                 self.progress.put(part, fresh)
             else:

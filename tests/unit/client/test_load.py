@@ -219,6 +219,16 @@ def test_parts_of_followed_blocks_are_taken_as_they_arrive(shelf: Shelf) -> None
     assert all(in_place(into, block) for block in range(NUM_BLOCKS))
 
 
+@pytest.mark.parametrize("to_view", [False, True])
+def test_parts_that_a_follower_did_not_ask_for_are_passed_over(shelf: Shelf, to_view: bool) -> None:
+    """Those of another rank, or of layers that another load brings."""
+    load = shelf.load(None if to_view else buffers(), writing=[4, 5], parts=(1,))
+    for block in (4, 5, 4):
+        load.hear(arrived([block], [0]))
+    load.hear(arrived([4, 5], [1, 1], last=True))
+    assert load.wait().num_loaded == NUM_BLOCKS
+
+
 def test_a_writer_that_fails_takes_its_blocks_along_and_leaves_the_prefix(shelf: Shelf) -> None:
     """Covers: A1, B7."""
     load = shelf.load(buffers(), writing=[4, 5])
