@@ -1,5 +1,6 @@
 """Which engines share blocks, and which configurations are refused: from stand-ins for vLLM's configuration."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
+from kvstore_client.adapters.vllm.groups import check_options, groups_of
 from kvstore_client.adapters.vllm.identity import (
     Identity,
     adapter_digest,
@@ -32,8 +34,30 @@ class FullAttentionSpec:
     page_size_bytes: int = 16384
 
 
+@dataclass(frozen=True)
 class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window: int = 64
+
+
+@dataclass(frozen=True)
+class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    attention_chunk_size: int = 64
+
+
+class MLAAttentionSpec(FullAttentionSpec):
     pass
+
+
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass(frozen=True)
+class PrefixLMSpec(FullAttentionSpec):
+    non_causal: bool = True
+
+
+PrefixLMSpec.__name__ = "FullAttentionSpec"
 
 
 def vllm_config(**changes: Any) -> SimpleNamespace:
@@ -67,6 +91,17 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
 def cache_config(*, groups: int = 1, replicas: int = 1, layout: str = "LBHNC", kind: Any = None) -> SimpleNamespace:
     group = SimpleNamespace(layer_names=["layers.0", "layers.1"], kv_cache_spec=kind or FullAttentionSpec())
     return SimpleNamespace(kv_cache_groups=[group] * groups, kv_tp_replicas=replicas, kv_cache_layout=layout)
+
+
+def hybrid(*kinds: Any, first: str = "layers.1", **of_group: Any) -> SimpleNamespace:
+    """One layer of full attention, then groups of two layers of each kind, one of them before it and one behind."""
+    config = cache_config()
+    groups = [SimpleNamespace(layer_names=[first], kv_cache_spec=FullAttentionSpec())]
+    for number, kind in enumerate(kinds):
+        names = [f"layers.{10 * number}", f"layers.{10 * number + 2}"]
+        groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=kind, **of_group))
+    config.kv_cache_groups = groups
+    return config
 
 
 def spec(
@@ -141,8 +176,15 @@ def test_length_counts_where_the_rotary_embedding_depends_on_it() -> None:
     [
         (vllm_config(cache_config__prefix_caching_hash_algo="xxhash"), cache_config(), "sha256_cbor"),
         (vllm_config(kv_transfer_config__kv_load_failure_policy="fail"), cache_config(), '"recompute"'),
-        (vllm_config(), cache_config(groups=2), "2 KV cache groups"),
-        (vllm_config(), cache_config(kind=SlidingWindowSpec()), "only some of its tokens"),
+        (vllm_config(), cache_config(groups=0), "no KV cache group"),
+        (vllm_config(), cache_config(kind=MambaSpec()), r"something else than keys and values of tokens \(MambaSpec\)"),
+        (vllm_config(), hybrid(MambaSpec()), r"something else than keys and values of tokens \(MambaSpec\)"),
+        (vllm_config(), hybrid(MLAAttentionSpec()), "2 KV cache groups, some of them of MLA"),
+        (vllm_config(), hybrid(SlidingWindowSpec(block_size=64)), r"different sizes \(32, 64 tokens\)"),
+        (vllm_config(cache_config__prefix_match_unit=16), hybrid(SlidingWindowSpec()), "prefix_match_unit 16"),
+        (vllm_config(), hybrid(SlidingWindowSpec(), host_resident=True), "not moved by connectors"),
+        (vllm_config(), hybrid(SlidingWindowSpec(), enable_kv_transfer=False), "not moved by connectors"),
+        (vllm_config(), cache_config(kind=PrefixLMSpec()), "looks ahead"),
         (vllm_config(speculative_config=object()), cache_config(), "speculative"),
         (vllm_config(parallel_config__pipeline_parallel_size=2), cache_config(), "pipeline"),
         (vllm_config(parallel_config__decode_context_parallel_size=2), cache_config(), "context"),
@@ -156,6 +198,59 @@ def test_engine_whose_blocks_cannot_be_shared_is_refused(config: Any, cache: Any
     check_config(vllm_config(), cache_config())
     with pytest.raises(InvalidRequest, match=says):
         check_config(config, cache)
+
+
+@pytest.mark.parametrize("kind", [SlidingWindowSpec(), ChunkedLocalAttentionSpec(), FullAttentionSpec()])
+def test_groups_of_full_attention_and_of_windows_can_be_shared(kind: Any) -> None:
+    check_config(vllm_config(cache_config__prefix_match_unit=32), hybrid(kind, kind))
+
+
+def test_layers_of_all_groups_are_parts_in_the_order_in_which_they_are_computed() -> None:
+    groups = groups_of(hybrid(SlidingWindowSpec(page_size_bytes=64), SlidingWindowSpec(page_size_bytes=128)))
+    assert [(layer.name, layer.group, layer.window) for layer in groups.layers] == [
+        ("layers.0", 1, 64),
+        ("layers.1", 0, None),
+        ("layers.2", 1, 64),
+        ("layers.10", 2, 64),
+        ("layers.12", 2, 64),
+    ]
+    shared = spec(cache=hybrid(SlidingWindowSpec(page_size_bytes=64), SlidingWindowSpec(page_size_bytes=128)))
+    assert shared.part_bytes == (64, 16384, 64, 128, 128)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        cache_config(),
+        hybrid(SlidingWindowSpec(sliding_window=65)),
+        hybrid(ChunkedLocalAttentionSpec()),
+        hybrid(FullAttentionSpec()),
+        hybrid(SlidingWindowSpec(), first="layers.3"),
+        cache_config(kind=SlidingWindowSpec()),
+        cache_config(kind=SlidingWindowSpec(sliding_window=65)),
+    ],
+)
+def test_groups_their_layers_and_windows_are_in_the_namespace(other: Any) -> None:
+    """Covers: A4."""
+    assert spec(cache=other).namespace != spec(cache=hybrid(SlidingWindowSpec())).namespace
+
+
+def test_windows_rule_out_loads_within_a_forward_pass_and_saves_when_a_prefill_ends() -> None:
+    within = ConnectorOptions(address="unix:/a", async_load=False)
+    late = ConnectorOptions(address="unix:/a", granularity=Granularity.REQUEST)
+    one, several, windows = cache_config(), hybrid(FullAttentionSpec()), hybrid(SlidingWindowSpec())
+    assert [groups_of(config).fails_whole for config in (one, several, windows)] == [False, True, True]
+    assert [groups_of(config).has_windows for config in (one, several, windows)] == [False, False, True]
+    for groups in map(groups_of, (one, several, windows)):
+        check_options(ConnectorOptions(address="unix:/a"), groups, saves=True, loads=True)
+        check_options(within, groups, saves=True, loads=False)
+        check_options(late, groups, saves=False, loads=True)
+        for options, says, applies in (
+            (within, "async_load: expected true", groups.fails_whole),
+            (late, "granularity: expected layer", groups.has_windows),
+        ):
+            with pytest.raises(InvalidRequest, match=says) if applies else nullcontext():
+                check_options(options, groups, saves=True, loads=True)
 
 
 def test_prefill_instance_needs_no_failure_policy() -> None:

@@ -1,123 +1,16 @@
 """The scheduler side, with requests and a client that are stand-ins: what is asked, loaded, saved, held."""
 
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from adapters.vllm_stand_ins import FakeClient, Side
 
-from kvstore.errors import StoreUnavailable
 from kvstore_client.adapters.vllm.identity import Identity
 from kvstore_client.adapters.vllm.lookups import Waits
-from kvstore_client.adapters.vllm.options import ConnectorOptions, Granularity
+from kvstore_client.adapters.vllm.options import Granularity
 from kvstore_client.adapters.vllm.planning import Saved, saves_by_layer
-from kvstore_client.adapters.vllm.scheduler import SchedulerSide
 from kvstore_client.breaker import BreakerState
-
-BLOCK_TOKENS = 4
-
-
-class FakeMatch:
-    def __init__(self, client: "FakeClient", num_blocks: int, num_writing: int) -> None:
-        self.num_blocks, self.num_writing = num_blocks, num_writing
-        self._client, self._held = client, True
-        client.leases += 1
-
-    def release(self) -> None:
-        self._client.leases -= self._held
-        self._held = False
-
-
-class FakeClient:
-    """A store that holds the blocks whose hashes are in `stored`."""
-
-    def __init__(self) -> None:
-        self.stored: set[bytes] = set()
-        self.writing: set[bytes] = set()
-        self.leases = 0
-        self.asked: list[int] = []  # how many hashes, each time
-        self.away = False
-        self.breaker = BreakerState.CLOSED
-        self.answers = threading.Event()
-        self.answers.set()
-
-    def match(self, hashes: list[bytes], *, timeout_s: float) -> FakeMatch:
-        self.asked.append(len(hashes))
-        assert self.answers.wait(20)
-        if self.away:
-            raise StoreUnavailable("away")
-        num_stored = next((n for n, each in enumerate(hashes) if each not in self.stored), len(hashes))
-        rest = hashes[num_stored:]
-        return FakeMatch(
-            self, num_stored, next((n for n, each in enumerate(rest) if each not in self.writing), len(rest))
-        )
-
-    def statistics(self) -> SimpleNamespace:
-        return SimpleNamespace(breaker=self.breaker)
-
-    def close(self) -> None:
-        self.answers.set()
-
-
-class FakeRequest(SimpleNamespace):
-    def __init__(self, name: str, num_tokens: int, *, num_hashes: int | None = None, **more: Any) -> None:
-        count = num_tokens // BLOCK_TOKENS if num_hashes is None else num_hashes
-        fields: dict[str, Any] = {
-            "request_id": name,
-            "num_tokens": num_tokens,
-            "num_prompt_tokens": num_tokens,
-            "num_computed_tokens": 0,
-            "block_hashes": [f"{n:032}".encode() for n in range(count)],
-            "kv_transfer_params": None,
-            "lora_request": None,
-            "skip_reading_prefix_cache": False,
-        }
-        super().__init__(**(fields | more))
-
-
-class Side:
-    """The side under test, with one call for each step of the engine."""
-
-    def __init__(self, client: FakeClient, *, saves: bool = True, loads: bool = True, **options: Any) -> None:
-        self.client = client
-        self.side = SchedulerSide(
-            options=ConnectorOptions(address="unix:/none", timeout_s=20.0, **options),
-            revision="r",
-            block_tokens=BLOCK_TOKENS,
-            saves=saves,
-            loads=loads,
-            open_client=lambda identity: client,  # type: ignore[arg-type,return-value]
-        )
-        self.tables: dict[str, list[int]] = {}
-
-    def matched(self, request: FakeRequest, local: int = 0) -> tuple[int | None, bool]:
-        """The answer, once there is one."""
-        while True:
-            answer = self.side.num_matched_tokens(request, local)
-            if answer[0] is not None or not self.client.answers.is_set():
-                return answer
-
-    def schedule(self, request: FakeRequest, external: int, num_tokens: int, table: list[int]) -> Any:
-        """The request gets its blocks; the plan of the step that computes `num_tokens` of it."""
-        self.tables[request.request_id] = table
-        self.side.allocated(request, table, external)
-        return self.step({request: num_tokens})
-
-    def step(self, scheduled: "dict[FakeRequest, int]") -> Any:
-        counts = {request.request_id: count for request, count in scheduled.items()}
-        plan = self.side.plan(counts, lambda request_id: self.tables.get(request_id) if request_id in counts else None)
-        for request, count in scheduled.items():
-            request.num_computed_tokens += count
-        return plan
-
-    def new(self, name: str, num_tokens: int, **more: Any) -> FakeRequest:
-        request = FakeRequest(name, num_tokens, **more)
-        self.side.add(request)
-        return request
-
-
-FakeRequest.__hash__ = lambda self: hash(self.request_id)  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -136,7 +29,7 @@ def test_request_is_given_what_the_store_has_behind_its_local_tokens(client: Fak
     assert client.asked == [3]  # asked once, however often the engine asks
     plan = side.schedule(request, 8, 0, [10, 11, 12, 13, 14])
     (load,) = plan.loads
-    assert (load.hashes, load.block_ids) == (tuple(request.block_hashes[1:3]), (11, 12))
+    assert (load.hashes, load.block_ids) == (tuple(request.block_hashes[1:3]), ((11, 12),))
     assert (load.follow, load.within_forward) == (False, False)
     assert client.leases == 1
     side.side.heard(loaded={"a"}, failed=set())
@@ -209,7 +102,7 @@ def test_lookup_that_is_not_used_holds_nothing(client: FakeClient, ended: str) -
     if ended == "finished":
         side.side.finished("a")
     else:
-        side.side.allocated(request, [1, 2, 3, 4], 0)
+        side.side.allocated(request, [[1, 2, 3, 4]], 0)
     client.answers.set()
     side.side.close()  # ends the lookup's thread
     side.side._pool.shutdown(wait=True)
@@ -221,11 +114,11 @@ def test_blocks_are_saved_once_when_all_their_tokens_are_computed_and_their_hash
     request = side.new("a", 18, num_hashes=3)  # the fourth hash lags behind
     side.matched(request)
     first = side.schedule(request, 0, 10, [1, 2, 3, 4, 5])
-    assert [(job.block_ids, job.parent) for job in first.saves] == [((1, 2), None)]
+    assert [(job.block_ids, job.parent) for job in first.saves] == [(((1, 2),), None)]
     second = side.step({request: 8})
-    assert [(job.block_ids, job.parent) for job in second.saves] == [((3,), request.block_hashes[1])]
+    assert [(job.block_ids, job.parent) for job in second.saves] == [(((3,),), request.block_hashes[1])]
     request.block_hashes.append(b"4" * 32)
-    assert [job.block_ids for job in side.step({request: 1}).saves] == [(4,)]
+    assert [job.block_ids for job in side.step({request: 1}).saves] == [((4,),)]
     assert side.step({request: 1}).saves == ()
 
 
@@ -237,16 +130,16 @@ def test_nothing_is_saved_upon_a_load_that_may_yet_fail(client: FakeClient) -> N
     side.matched(request)
     assert side.schedule(request, 8, 9, [1, 2, 3, 4, 5]).saves == ()
     other = side.new("b", 12)
-    side.tables["b"] = [1, 2, 9]
+    side.tables["b"] = ([1, 2, 9],)
     request.num_computed_tokens, other.num_computed_tokens = 17, 8
     assert side.step({other: 4}).saves == ()
     third = side.new("c", 20)
-    side.tables["c"] = [3, 7, 8, 9, 6]  # the first of them was computed upon the load
+    side.tables["c"] = ([3, 7, 8, 9, 6],)  # the first of them was computed upon the load
     assert side.step({third: 20}).saves == ()
     assert side.side.heard(loaded=set(), failed={"a"}) == {1, 2, 3, 4, 5}
     request.num_computed_tokens = 0
     (job,) = side.step({request: 17}).saves
-    assert job.block_ids == (1, 2, 3, 4)
+    assert job.block_ids == ((1, 2, 3, 4),)
 
 
 def test_load_that_succeeded_frees_the_saves_of_its_step(client: FakeClient) -> None:
@@ -258,7 +151,7 @@ def test_load_that_succeeded_frees_the_saves_of_its_step(client: FakeClient) -> 
     assert side.side.heard(loaded={"a"}, failed=set()) == set()
     request.num_computed_tokens = 17
     (job,) = side.step({request: 1}).saves
-    assert (job.block_ids, job.parent) == ((3, 4), request.block_hashes[1])
+    assert (job.block_ids, job.parent) == (((3, 4),), request.block_hashes[1])
 
 
 def test_resumed_request_saves_from_its_new_blocks(client: FakeClient) -> None:
@@ -268,16 +161,16 @@ def test_resumed_request_saves_from_its_new_blocks(client: FakeClient) -> None:
     side.matched(request)
     side.schedule(request, 0, 8, [1, 2, 3, 4])
     request.num_computed_tokens = 0  # preempted
-    side.tables["a"] = [8, 7, 6, 5]
+    side.tables["a"] = ([8, 7, 6, 5],)
     (job,) = side.step({request: 16}).saves
-    assert (job.block_ids, job.hashes) == ((6, 5), tuple(request.block_hashes[2:]))
+    assert (job.block_ids, job.hashes) == (((6, 5),), tuple(request.block_hashes[2:]))
 
 
 def test_request_granularity_saves_when_the_prompt_is_computed(client: FakeClient) -> None:
     side = Side(client, granularity=Granularity.REQUEST)
     request = side.new("a", 16)
     assert side.schedule(request, 0, 8, [1, 2, 3, 4]).saves == ()
-    assert side.step({request: 8}).saves[0].block_ids == (1, 2, 3, 4)
+    assert side.step({request: 8}).saves[0].block_ids == ((1, 2, 3, 4),)
 
 
 def test_auto_goes_by_layer_where_much_is_computed() -> None:
@@ -342,8 +235,8 @@ def test_blocks_due_never_pass_what_is_known() -> None:
     saved = Saved()
 
     def due(**what: int) -> tuple[int, int]:
-        hashes, table = [b""] * what["hashes"], [0] * what["table"]
-        return saved.due(hashes=hashes, table=table, num_computed_tokens=what["tokens"], block_tokens=4)  # type: ignore[arg-type]
+        hashes, tables = [b""] * what["hashes"], [[7] * what["table"]]
+        return saved.due(hashes=hashes, tables=tables, num_computed_tokens=what["tokens"], block_tokens=4)  # type: ignore[arg-type]
 
     assert due(hashes=3, table=9, tokens=40) == (0, 3)
     assert due(hashes=9, table=4, tokens=40) == (3, 4)

@@ -10,14 +10,16 @@ torch = pytest.importorskip("torch", reason="the vLLM adapter moves tensors")
 
 from builders import chain  # noqa: E402
 
-from kvstore.errors import InvalidRequest  # noqa: E402
+from kvstore.errors import BlockCorrupt, InvalidRequest  # noqa: E402
 from kvstore.spec import KVSpec  # noqa: E402
 from kvstore_client import KVClient  # noqa: E402
 from kvstore_client.adapters.vllm.caches import LayerCache  # noqa: E402
+from kvstore_client.adapters.vllm.groups import CacheGroups, Layer  # noqa: E402
 from kvstore_client.adapters.vllm.identity import Identity  # noqa: E402
 from kvstore_client.adapters.vllm.options import ConnectorOptions  # noqa: E402
 from kvstore_client.adapters.vllm.planning import LoadJob, SaveJob, StepPlan  # noqa: E402
 from kvstore_client.adapters.vllm.worker import WorkerSide  # noqa: E402
+from kvstore_client.source import Source  # noqa: E402
 
 NUM_BLOCKS, HEADS, TOKENS, DIM = 12, 2, 4, 8
 NAMES = ["layers.0", "layers.1", "layers.2"]
@@ -36,6 +38,11 @@ def spec_for(identity: Identity) -> KVSpec:
         layout="test",
         salt=identity.salt,
     )
+
+
+def one_group() -> CacheGroups:
+    part_bytes = HEADS * TOKENS * DIM * 4
+    return CacheGroups(tuple(Layer(name, 0, "FullAttentionSpec", None, TOKENS, part_bytes) for name in NAMES))
 
 
 def blocks(seed: int) -> Any:
@@ -62,7 +69,7 @@ class Rank:
     def __init__(self, client: KVClient, tensors: dict[str, Any], *, kernel_blocks: int = 1) -> None:
         self.tensors = tensors
         self.side = WorkerSide(options=OPTIONS, rank=0, saves=True, spec_for=spec_for, open_client=lambda spec: client)
-        self.side.register(tensors, NAMES, num_blocks=NUM_BLOCKS // kernel_blocks)
+        self.side.register(tensors, one_group(), num_blocks=NUM_BLOCKS // kernel_blocks)
 
     def step(self, *, loads: list[LoadJob] | None = None, saves: list[SaveJob] | None = None) -> Any:
         """One step of the engine, with a forward pass; what it reports."""
@@ -100,11 +107,11 @@ def client() -> Iterator[KVClient]:
 def save(
     rank: Rank, hashes: list[Any], block_ids: tuple[int, ...], *, by_layer: bool = False, parent: Any = None
 ) -> None:
-    rank.step(saves=[SaveJob("s", tuple(hashes), block_ids, parent, by_layer)])
+    rank.step(saves=[SaveJob("s", tuple(hashes), (block_ids,), parent, by_layer)])
 
 
 def load_job(hashes: list[Any], block_ids: tuple[int, ...], *, within: bool) -> LoadJob:
-    return LoadJob("l", tuple(hashes), block_ids, within, False)
+    return LoadJob("l", tuple(hashes), (block_ids,), within, False)
 
 
 def stored(client: KVClient, hashes: list[Any]) -> bool:
@@ -153,6 +160,34 @@ def test_blocks_that_are_not_stored_are_reported_invalid(client: KVClient, withi
     assert rank.side.tally.take()["load_failures"] == 1
 
 
+@pytest.mark.parametrize("within", [True, False])
+def test_bytes_that_turned_out_wrong_are_not_left_to_the_engine(
+    client: KVClient, monkeypatch: pytest.MonkeyPatch, within: bool
+) -> None:
+    """A kernel multiplies tokens that are not there yet by zero, and what is no number stays none. Covers: A5."""
+    rank = Rank(client, {name: blocks(seed) for seed, name in enumerate(NAMES)})
+    hashes = chain(3, of=client.spec)
+    save(rank, hashes, (0, 1, 2))
+    rank.committed()
+    original = Source.copy
+
+    def spoil(self: Source, part: int, of: Any, into: Any, **how: Any) -> Any:
+        errors = original(self, part, of, into, **how)
+        if 1 in of.tolist():
+            into.rows[1][:] = 255
+            errors[1] = BlockCorrupt("spoiled by the test")
+        return errors
+
+    monkeypatch.setattr(Source, "copy", spoil)
+    results = rank.step(loads=[load_job(hashes, (7, 5, 9), within=within)])
+    if not within:
+        results = results if results.finished else rank.until_finished("l")
+    assert results.invalid_block_ids == ({5, 7, 9} if within else {5, 9})
+    for name in NAMES:
+        assert not rank.tensors[name][[5, 9]].any()
+        assert torch.equal(rank.tensors[name][7], torch.zeros(HEADS, TOKENS, DIM) if within else rank.tensors[name][0])
+
+
 def test_load_that_no_layer_waited_for_is_wrong_as_a_whole(client: KVClient) -> None:
     """The forward pass may have used what came and what did not."""
     rank = Rank(client, {name: blocks(seed) for seed, name in enumerate(NAMES)})
@@ -170,7 +205,7 @@ def test_store_that_is_gone_costs_the_loads_and_saves_and_nothing_else(client: K
     rank.step()
     client.close()
     results = rank.step(
-        loads=[load_job(hashes, (0, 1), within=True)], saves=[SaveJob("s", tuple(hashes), (0, 1), None, True)]
+        loads=[load_job(hashes, (0, 1), within=True)], saves=[SaveJob("s", tuple(hashes), ((0, 1),), None, True)]
     )
     assert results.invalid_block_ids == {0, 1}
     counts = rank.side.tally.take()
@@ -181,7 +216,7 @@ def test_store_that_is_gone_costs_the_loads_and_saves_and_nothing_else(client: K
 def test_save_whose_step_did_not_end_is_given_up(client: KVClient) -> None:
     rank = Rank(client, {name: blocks(seed) for seed, name in enumerate(NAMES)})
     hashes = chain(2, of=client.spec)
-    rank.side.begin_step(StepPlan(IDENTITY, (), (SaveJob("s", tuple(hashes), (0, 1), None, True),)))
+    rank.side.begin_step(StepPlan(IDENTITY, (), (SaveJob("s", tuple(hashes), ((0, 1),), None, True),)))
     rank.side.layer_computed(NAMES[0])  # then the forward pass broke off
     rank.step()
     rank.committed()

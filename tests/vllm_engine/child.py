@@ -67,6 +67,15 @@ def preemptions(engine: Any) -> int:
     return sum(int(m.value) for m in engine.get_metrics() if m.name == "vllm:num_preemptions")
 
 
+def groups(engine: Any) -> list[tuple[str, int | None, list[str]]]:
+    """(kind of attention, window, layers) of each KV cache group."""
+    config = engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    return [
+        (type(group.kv_cache_spec).__name__, getattr(group.kv_cache_spec, "sliding_window", None), group.layer_names)
+        for group in config.kv_cache_groups
+    ]
+
+
 def reset(engine: Any, connector: bool = False) -> bool:
     """The engine's own prefix cache is empty."""
     return bool(engine.reset_prefix_cache(reset_connector=connector))
@@ -102,12 +111,12 @@ def _around_copies(wrapped: Callable[..., Any]) -> None:
     Source.copy = copy
 
 
-def zero_loads(engine: Any) -> None:
-    """From now on every load brings zeros, and says that all is well."""
+def zero_loads(engine: Any, parts: list[int] | None = None) -> None:
+    """From now on every load brings zeros, of these parts or of all, and says that all is well."""
 
     def zeros(original: Any, self: Any, part: int, blocks: Any, into: Any, **how: Any) -> Any:
         errors = original(self, part, blocks, into, **how)
-        for block in blocks.tolist():
+        for block in blocks.tolist() if parts is None or part in parts else ():
             into.rows[block][:] = 0
         return errors
 
@@ -164,6 +173,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         generate,
         counters,
         preemptions,
+        groups,
         reset,
         abort,
         zero_loads,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from service.harness import DaemonProcess
 from vllm_engine.engine import Engine
-from vllm_engine.model import write_model
+from vllm_engine.model import write_hybrid_model, write_model
 
 TIMEOUT_S = 600  # of one test: an engine takes 15 s to start, and two when the machine is busy
 
@@ -73,17 +73,35 @@ def engine(
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Callable[..., list[list[int]]]]:
     """What follows prompts, without any connector: each is computed once in a session."""
-    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
     with ExitStack() as stack:
-        engines: list[Engine] = []
+        yield _reference(lambda: stack.enter_context(Engine(tmp_path_factory.mktemp("e"), model)))
 
-        def tokens(prompts: list[list[int]], *, max_tokens: int = 8) -> list[list[int]]:
-            missing = [each for each in prompts if (tuple(each), max_tokens) not in known]
-            if missing:
-                if not engines:
-                    engines.append(stack.enter_context(Engine(tmp_path_factory.mktemp("e"), model)))
-                found = engines[0].generate(missing, max_tokens=max_tokens)
-                known.update({(tuple(each), max_tokens): got for each, got in zip(missing, found, strict=True)})
-            return [known[tuple(each), max_tokens] for each in prompts]
 
-        yield tokens
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hybrid_model(tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="session")
+def hybrid_reference(
+    tmp_path_factory: pytest.TempPathFactory, hybrid_model: Path
+) -> Iterator[Callable[..., list[list[int]]]]:
+    """As `reference`, for the hybrid model, whose windows the engine without a connector keeps to as well."""
+    with ExitStack() as stack:
+        yield _reference(lambda: stack.enter_context(Engine(tmp_path_factory.mktemp("e"), hybrid_model)))
+
+
+def _reference(start: Callable[[], Engine]) -> Callable[..., list[list[int]]]:
+    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    engines: list[Engine] = []
+
+    def tokens(prompts: list[list[int]], *, max_tokens: int = 8) -> list[list[int]]:
+        missing = [each for each in prompts if (tuple(each), max_tokens) not in known]
+        if missing:
+            if not engines:
+                engines.append(start())
+            found = engines[0].generate(missing, max_tokens=max_tokens)
+            known.update({(tuple(each), max_tokens): got for each, got in zip(missing, found, strict=True)})
+        return [known[tuple(each), max_tokens] for each in prompts]
+
+    return tokens

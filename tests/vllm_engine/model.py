@@ -31,6 +31,38 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def write_hybrid_model(folder: Path, *, seed: int = 0) -> Path:
+    """A tiny Gemma 3, as wide: of three layers in a row, two see a window only, and the third all tokens.
+
+    The window is one token longer than two blocks, so at the end of a block it reaches one token beyond two of them.
+    """
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=65,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+        dtype="float32",
+    )
+    Gemma3ForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
 def write_mla_model(folder: Path) -> Path:
     """A tiny DeepSeek-V2 of dense layers. Its weights are as wide as lets whole and split prompts end alike."""
     import torch

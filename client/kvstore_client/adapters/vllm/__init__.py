@@ -5,7 +5,8 @@
                            "kv_connector_extra_config": {"address": "unix:/run/kvstore/kvstore.sock"}}'
 
 `connector` holds what vLLM calls, and picks the side by role: `scheduler` asks and plans, `worker` moves bytes. The
-other modules import no vLLM: `options`, `identity`, `planning`, `lookups`, `caches`, `loads`, `saves`, `counters`.
+other modules import no vLLM: `options`, `identity`, `groups`, `planning`, `lookups`, `caches`, `loads`, `saves`,
+`counters`.
 
 Importing this package imports no vLLM, because vLLM calls `register` while it is being imported itself.
 """

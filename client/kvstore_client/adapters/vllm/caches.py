@@ -17,10 +17,12 @@ Tensor: TypeAlias = Any  # torch is optional, so its types are not known to the 
 class LayerCache:
     """The blocks of one layer, in place where they are contiguous host memory, else through host memory.
 
-    `tensor` is `[num_blocks, ...]`, or has a whole number of kernel blocks for each block.
+    `tensor` is `[num_blocks, ...]`, or has a whole number of kernel blocks for each block. `group` is the KV cache
+    group whose block table names this layer's blocks.
     """
 
-    def __init__(self, tensor: Tensor, *, num_blocks: int) -> None:
+    def __init__(self, tensor: Tensor, *, num_blocks: int, group: int = 0) -> None:
+        self.group = group
         if tensor.shape[0] != num_blocks:
             tensor = tensor.unflatten(0, (num_blocks, -1))
         order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
@@ -53,6 +55,11 @@ class LayerCache:
         if self._rows is None and block_ids:
             rows = filled[: len(block_ids)].view(self._blocks.dtype).reshape(len(block_ids), *self._shape)
             self._blocks[list(block_ids)] = rows.to(self._blocks.device)
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """What was filled in place, of a `target` that was not settled, is zeros."""
+        if self._rows is not None:
+            self._rows[list(block_ids)] = 0
 
 
 def _pick(rows: ByteArray, block_ids: Sequence[int]) -> RowsLike:

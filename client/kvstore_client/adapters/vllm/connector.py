@@ -12,19 +12,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
+from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
 from kvstore_client.adapters.vllm.caches import Tensor
 from kvstore_client.adapters.vllm.counters import Tally
-from kvstore_client.adapters.vllm.identity import (
-    Identity,
-    check_config,
-    check_version,
-    layer_names,
-    spec_of,
-    weights_revision,
-)
+from kvstore_client.adapters.vllm.groups import NULL_BLOCK, check_options, groups_of
+from kvstore_client.adapters.vllm.identity import Identity, check_config, check_version, spec_of, weights_revision
 from kvstore_client.adapters.vllm.loads import LoadResults
 from kvstore_client.adapters.vllm.options import ConnectorOptions, Granularity
 from kvstore_client.adapters.vllm.planning import StepPlan
@@ -56,7 +52,7 @@ class LoadReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return LoadReport((self.loaded | other.loaded) - failed, failed)
 
 
-class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Saves what this engine computes, and loads what any engine of the same model has saved. Best effort."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -65,6 +61,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_version(vllm.__version__)
         check_config(vllm_config, kv_cache_config)
         self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._groups = groups_of(kv_cache_config)
+        transfer = self._kv_transfer_config
+        check_options(self._options, self._groups, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
         self._isa = _isa(vllm_config, kv_cache_config)
         self._results = LoadResults()
         self._scheduler: SchedulerSide | None = None
@@ -86,6 +85,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # Scheduler side.
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Raises: InvalidRequest, if another block than the one expected stands for those that windows have left."""
+        if gpu_block_pool.null_block.block_id != NULL_BLOCK:
+            raise InvalidRequest(f"vLLM: expected null block {NULL_BLOCK}, got {gpu_block_pool.null_block.block_id}")
+
     def on_new_request(self, request: Any) -> None:
         self._planner.add(request)
 
@@ -93,16 +97,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._planner.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> PlanMetadata:
-        state = scheduler_output.kv_connector_block_state
-
-        def table_of(request_id: str) -> list[int] | None:
-            groups = state.get_block_ids(request_id)
-            return None if groups is None else groups[0]
-
-        return PlanMetadata(self._planner.plan(scheduler_output.num_scheduled_tokens, table_of))
+        tables_of = scheduler_output.kv_connector_block_state.get_block_ids
+        return PlanMetadata(self._planner.plan(scheduler_output.num_scheduled_tokens, tables_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -119,6 +118,11 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._planner.finished(request.request_id)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
     def reset_cache(self) -> bool:
         self._planner.reset()
         return True
@@ -126,8 +130,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        config = self._kv_cache_config
-        self._mover.register(kv_caches, layer_names(config), num_blocks=config.num_blocks)
+        self._mover.register(kv_caches, self._groups, num_blocks=self._kv_cache_config.num_blocks)
 
     def bind_connector_metadata(self, connector_metadata: PlanMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -147,7 +150,9 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self._results = self._mover.end_loads()
-        return KVConnectorTransferResults(finished_recving=set(self._results.finished))
+        return KVConnectorTransferResults(
+            finished_recving=set(self._results.finished), failed_recving=set(self._results.lost)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._results.invalid_block_ids
@@ -228,6 +233,7 @@ class KVStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             options=options,
             revision=revision,
             block_tokens=spec.block_tokens,
+            has_windows=self._groups.has_windows,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
             open_client=lambda identity: self._open_client(self._spec_for(identity), "scheduler"),
@@ -269,13 +275,10 @@ def _isa(vllm_config: Any, kv_cache_config: Any) -> str:
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
-    first = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
-    isa: str = _get_attn_isa(
-        vllm_config.model_config.dtype, first.block_size, first.head_size, vllm_config.cache_config.cache_dtype
-    )
-    return isa
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    firsts = [next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values())) for spec in specs]
+    return "+".join(sorted({_get_attn_isa(dtype, each.block_size, each.head_size, cache_dtype) for each in firsts}))
 
 
 def _hub_commit(model: str, revision: str | None) -> str:

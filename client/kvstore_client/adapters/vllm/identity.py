@@ -16,6 +16,7 @@ from typing import Any, Final
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
 from kvstore.types import BlockHash
+from kvstore_client.adapters.vllm.groups import groups_of, unfit_groups
 
 # The versions that the tests run on, oldest first. Another may lay out its blocks or order its calls differently.
 SUPPORTED_VERSIONS: Final = ("0.32",)
@@ -53,7 +54,6 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises: InvalidRequest, if this engine keeps or computes blocks in a way that cannot be shared; it says which."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
-    groups = kv_cache_config.kv_cache_groups
     unfit = [
         reason
         for reason, applies in {
@@ -63,12 +63,7 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> None:
             'computed (add "kv_load_failure_policy": "recompute" to the KV transfer configuration)': (
                 transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute"
             ),
-            f"{len(groups)} KV cache groups": len(groups) != 1,
-            "attention that keeps only some of its tokens": not all(
-                hasattr(spec, "num_kv_heads") and type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec")
-                for group in groups
-                for spec in _layer_specs(group).values()
-            ),
+            **unfit_groups(kv_cache_config, prefix_match_unit=getattr(cache, "prefix_match_unit", None)),
             "speculative decoding": vllm_config.speculative_config is not None,
             "pipeline parallelism": parallel.pipeline_parallel_size != 1,
             "context parallelism": (
@@ -95,10 +90,9 @@ def spec_of(
     `isa`: of the kernels that pack keys on a CPU; empty elsewhere.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    (group,) = kv_cache_config.kv_cache_groups
+    groups = groups_of(kv_cache_config)
     ranks = num_ranks(vllm_config, kv_cache_config)
-    sizes = [spec.page_size_bytes for spec in _layer_specs(group).values()]
-    (block_tokens,) = {spec.block_size for spec in _layer_specs(group).values()}
+    (block_tokens,) = {layer.block_tokens for layer in groups.layers}
     backend = vllm_config.attention_config.backend
     layout = (
         f"vllm-{version}",
@@ -106,28 +100,22 @@ def spec_of(
         kv_cache_config.kv_cache_layout or "unknown",
         backend.name if backend is not None else "auto",
         isa or "-",
-        "+".join(sorted({type(spec).__name__ for spec in _layer_specs(group).values()})),
+        groups.kinds,
     )
     return KVSpec(
         model=(model.hf_config.architectures or ["unknown"])[0],
         revision=_digest_of(identity.revision, _effective_config(model)),
         dtype=str(model.dtype).removeprefix("torch."),
         block_tokens=block_tokens,
-        layers=len(sizes),
+        layers=len(groups.layers),
         ranks=ranks,
-        part_bytes=tuple(size for size in sizes for _ in range(ranks)),
+        part_bytes=tuple(layer.part_bytes for layer in groups.layers for _ in range(ranks)),
         layout="/".join(layout),
         quantisation=f"weights={model.quantization},kv={cache.cache_dtype}",
         hash_scheme=HASH_SCHEMES[cache.prefix_caching_hash_algo],
         tenant=tenant,
         salt=identity.salt,
     )
-
-
-def layer_names(kv_cache_config: Any) -> list[str]:
-    """The layers that hold keys and values, in the order of the spec's parts."""
-    (group,) = kv_cache_config.kv_cache_groups
-    return list(_layer_specs(group))
 
 
 def num_ranks(vllm_config: Any, kv_cache_config: Any) -> int:
@@ -186,12 +174,6 @@ def adapter_digest(folder: str) -> bytes:
         name = path.name.encode()
         total.update(len(name).to_bytes(4, "little") + name + content)
     return total.digest()
-
-
-def _layer_specs(group: Any) -> dict[str, Any]:
-    """The spec of each layer of a group, which may hold one for all of them or one for each."""
-    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return {name: per_layer[name] if per_layer else group.kv_cache_spec for name in group.layer_names}
 
 
 def _effective_config(model_config: Any) -> str:

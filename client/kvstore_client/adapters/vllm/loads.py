@@ -29,12 +29,13 @@ _log: Final = logging.getLogger("vllm.kvstore")
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """One load. `num_good`: leading blocks that are in place; None while it is not over."""
+    """One job. `num_good`: leading blocks that are in place; None while it is not over."""
 
     job: LoadJob
     deadline: float
-    targets: list[RowsLike]  # by layer
-    load: Load | None = None
+    block_ids: dict[int, list[int]] = field(default_factory=dict)  # by layer: the engine's blocks that are filled
+    targets: dict[int, RowsLike] = field(default_factory=dict)  # by layer: their rows
+    loads: dict[int, Load] = field(default_factory=dict)  # by layer; those that need the same blocks share one
     num_good: int | None = None
 
 
@@ -45,16 +46,26 @@ class LoadResults:
     loaded: set[str] = field(default_factory=set)  # requests whose blocks are all in place
     failed: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)  # of those, the ones that were loaded in the background
+    lost: set[str] = field(default_factory=set)  # of those that failed, the ones of which no token was loaded
     invalid_block_ids: set[int] = field(default_factory=set)
 
 
 class Loads:
-    """The loads of one rank. `caches` and `parts` are by layer, from layer 0 up."""
+    """The loads of one rank. `caches` and `parts` are by layer, from layer 0 up.
+
+    `fails_whole`: a load that fails is lost as a whole, and its request told instead of its blocks.
+    """
 
     def __init__(
-        self, caches: Sequence[LayerCache], parts: Sequence[int], *, options: ConnectorOptions, tally: Tally
+        self,
+        caches: Sequence[LayerCache],
+        parts: Sequence[int],
+        *,
+        fails_whole: bool,
+        options: ConnectorOptions,
+        tally: Tally,
     ) -> None:
-        self._caches, self._parts = caches, parts
+        self._caches, self._parts, self._fails_whole = caches, parts, fails_whole
         self._options, self._tally = options, tally
         self._pool = ThreadPoolExecutor(MAX_BACKGROUND_LOADS, thread_name_prefix="kvstore-load")
         self._within: list[_Running] = []  # what this step's forward pass waits for
@@ -66,8 +77,7 @@ class Loads:
     def begin(self, client: KVClient | None, job: LoadJob) -> None:
         """The load is under way. One in the background takes no time of the caller."""
         timeout_s = self._options.follow_timeout_s if job.follow else self._options.load_timeout_s
-        targets = [cache.target(job.block_ids) for cache in self._caches]
-        running = _Running(job, time.monotonic() + timeout_s, targets)
+        running = _Running(job, time.monotonic() + timeout_s)
         self._tally.add("loads")
         if job.within_forward:
             self._within.append(running)
@@ -79,11 +89,11 @@ class Loads:
     def wait_layer(self, layer: int) -> None:
         """This layer of all that the forward pass needs is in place, or its load has failed."""
         for running in self._within:
-            if running.load is None or running.num_good is not None:
+            if running.num_good is not None:
                 continue
             try:
-                running.load.wait_part(self._parts[layer], max(0.0, running.deadline - time.monotonic()))
-                self._caches[layer].settle(running.job.block_ids, running.targets[layer])
+                running.loads[layer].wait_part(self._parts[layer], max(0.0, running.deadline - time.monotonic()))
+                self._caches[layer].settle(running.block_ids[layer], running.targets[layer])
                 self._tally.add("layers_waited")
             except Exception as error:
                 self._failed(running, error, num_good=0)
@@ -108,10 +118,13 @@ class Loads:
             job, num_good = running.job, running.num_good or 0
             if not job.within_forward:
                 results.finished.add(job.request_id)
-                for cache, target in zip(self._caches, running.targets, strict=True):
-                    cache.settle(job.block_ids[:num_good], target)
-            results.invalid_block_ids.update(job.block_ids[num_good:])
-            (results.loaded if num_good == len(job.block_ids) else results.failed).add(job.request_id)
+                for layer, target in running.targets.items():
+                    self._caches[layer].settle(running.block_ids[layer][:num_good], target)
+            (results.loaded if num_good == len(job.hashes) else results.failed).add(job.request_id)
+            if not self._fails_whole:
+                results.invalid_block_ids.update(*(ids[num_good:] for ids in job.block_ids))
+            elif num_good < len(job.hashes):
+                results.lost.add(job.request_id)
             self._tally.add("blocks_loaded", num_good)
         return results
 
@@ -120,48 +133,72 @@ class Loads:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _locate(self, client: KVClient | None, running: _Running) -> None:
+        """What each layer needs is under way."""
         job = running.job
         try:
             if client is None:
                 raise StoreUnavailable("no client: the scheduler side has not said for which model")
-            running.load = client.load(
-                job.hashes,
-                into=dict(zip(self._parts, running.targets, strict=True)),
-                parts=self._parts,
-                follow=job.follow,
-                timeout_s=self._options.timeout_s,
-            )
+            for needed, layers in self._layers_by_need(job).items():
+                for layer in layers:
+                    cache = self._caches[layer]
+                    running.block_ids[layer] = [job.block_ids[cache.group][index] for index in needed]
+                    running.targets[layer] = cache.target(running.block_ids[layer])
+                load = client.load(
+                    [job.hashes[index] for index in needed],
+                    into={self._parts[layer]: running.targets[layer] for layer in layers},
+                    parts=[self._parts[layer] for layer in layers],
+                    follow=job.follow,
+                    timeout_s=self._options.timeout_s,
+                )
+                running.loads |= dict.fromkeys(layers, load)
         except Exception as error:
             self._failed(running, error, num_good=0)
+
+    def _layers_by_need(self, job: LoadJob) -> dict[tuple[int, ...], list[int]]:
+        """The blocks that are needed, by index, and the layers that need just these."""
+        needs = [job.needed(group) for group in range(len(job.block_ids))]
+        layers: dict[tuple[int, ...], list[int]] = {}
+        for layer, cache in enumerate(self._caches):
+            if needs[cache.group]:
+                layers.setdefault(needs[cache.group], []).append(layer)
+        return layers
 
     def _run(self, client: KVClient | None, running: _Running) -> None:
         """On a thread of the pool: from the beginning to the end of one load in the background."""
         self._locate(client, running)
-        if running.load is not None:
-            self._ended(running)
+        self._ended(running)
         with self._changed:
             self._over.append(running)
             self._changed.notify()
 
     def _ended(self, running: _Running) -> None:
         """Nothing is written to the engine's blocks any more, and how many are good is known."""
-        if running.load is None:
+        if running.num_good is not None:
             return
+        loads = list(dict.fromkeys(running.loads.values()))
         try:
-            result = running.load.wait(max(0.0, running.deadline - time.monotonic()))
+            results = [load.wait(max(0.0, running.deadline - time.monotonic())) for load in loads]
         except Exception as error:
             self._failed(running, error, num_good=0)
             return
-        num_good = result.num_loaded
-        if result.errors and running.job.within_forward:
-            num_good = 0  # layers before this one were computed with what is wrong now
-        if result.errors:
-            self._failed(running, result.errors[min(result.errors)], num_good=num_good)
+        num_good = len(running.job.hashes)
+        if any(result.num_loaded < load.num_blocks for result, load in zip(results, loads, strict=True)):
+            # Within a forward pass, layers before this one were computed with what is wrong now.
+            whole = self._fails_whole or running.job.within_forward
+            num_good = 0 if whole else results[0].num_loaded
+        errors = [result.errors[min(result.errors)] for result in results if result.errors]
+        if errors:
+            self._failed(running, errors[0], num_good=num_good)
         else:
             running.num_good = num_good
             self._failures_in_a_row = 0
 
     def _failed(self, running: _Running, error: Exception, *, num_good: int) -> None:
+        for load in running.loads.values():
+            load.cancel()  # before the engine hears of it, and gives the blocks to others
+        for layer, block_ids in running.block_ids.items():
+            # Bytes that are no numbers would spoil even what kernels multiply by zero: tokens that are not there yet.
+            self._caches[layer].clear(block_ids[num_good:])
         running.num_good = num_good
         self._tally.add("load_failures")
         level = logging.DEBUG if self._failures_in_a_row else logging.WARNING
@@ -169,7 +206,7 @@ class Loads:
         _log.log(
             level,
             "kvstore: load of %d blocks for request %s failed (%s: %s); the engine computes them",
-            len(running.job.block_ids) - num_good,
+            len(running.job.hashes) - num_good,
             running.job.request_id,
             type(error).__name__,
             error,

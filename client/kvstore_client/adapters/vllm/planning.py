@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstore.types import BlockHash
+from kvstore_client.adapters.vllm.groups import NULL_BLOCK
 from kvstore_client.adapters.vllm.identity import Identity
 from kvstore_client.adapters.vllm.options import Granularity
 
@@ -14,9 +15,14 @@ class LoadJob:
 
     request_id: str
     hashes: tuple[BlockHash, ...]
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]  # by group, one for each hash; the null block: not needed there
     within_forward: bool  # the step's forward pass needs them, layer by layer; else the request waits for all
     follow: bool  # some may still be being written
+
+    def needed(self, group: int) -> tuple[int, ...]:
+        """Which of the blocks this group needs, by index: those that its window has not left."""
+        pairs = zip(self.block_ids[group], range(len(self.hashes)), strict=True)
+        return tuple(index for block_id, index in pairs if block_id != NULL_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class SaveJob:
 
     request_id: str
     hashes: tuple[BlockHash, ...]
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]  # by group, one for each hash
     parent: BlockHash | None  # the block before the first; None: it starts a chain
     by_layer: bool  # as each layer is computed; else at the end of the step
 
@@ -50,7 +56,7 @@ class Saved:
         self,
         *,
         hashes: Sequence[BlockHash],
-        table: Sequence[int],
+        tables: Sequence[Sequence[int]],  # by group
         num_computed_tokens: int,  # once this step is over
         block_tokens: int,
     ) -> tuple[int, int]:
@@ -58,14 +64,16 @@ class Saved:
 
         A block is due when all of its tokens are computed and its hash is known: with asynchronous scheduling hashes
         lag behind. The blocks before those computed here are offered too. The store has most of them, and takes no
-        bytes then; but of one that it has lost, nothing behind it could be stored.
+        bytes then; but of one that it has lost, nothing behind it could be stored. What a window has left cannot be
+        offered; it never leaves a block before the step that computes it is over.
         """
-        end = min(num_computed_tokens // block_tokens, len(hashes), len(table))
+        end = min(num_computed_tokens // block_tokens, len(hashes), *map(len, tables))
         begin = self.num_blocks
         if end <= begin:
             return begin, begin
         self.num_blocks = end
-        return begin, end
+        gone = [index for table in tables for index in range(begin, end) if table[index] == NULL_BLOCK]
+        return max(gone, default=begin - 1) + 1, end
 
 
 def saves_by_layer(granularity: Granularity, *, num_scheduled_tokens: int, worth_tokens: int) -> bool:

@@ -89,7 +89,8 @@ class Saves:
             if save.write is None:
                 save.write = save.reserving.result(max(0.0, save.deadline - time.monotonic()))
             if save.write.num_new:
-                rows = self._caches[layer].source(save.job.block_ids)
+                cache = self._caches[layer]
+                rows = cache.source(save.job.block_ids[cache.group])
                 save.write.put(self._parts[layer], rows, timeout_s=self._options.timeout_s)
         except Exception as error:
             self._give_up(save, error)

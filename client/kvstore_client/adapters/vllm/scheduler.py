@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvstore.types import BlockHash
 from kvstore_client.adapters.vllm.counters import Tally
@@ -24,6 +24,9 @@ from kvstore_client.adapters.vllm.options import ConnectorOptions, Granularity
 from kvstore_client.adapters.vllm.planning import LoadJob, Saved, SaveJob, StepPlan, saves_by_layer
 from kvstore_client.breaker import BreakerState
 from kvstore_client.client import KVClient
+
+Tables: TypeAlias = Sequence[Sequence[int]]  # the engine's blocks of one request, by KV cache group
+TablesOf: TypeAlias = Callable[[str], Tables | None]
 
 WORTH_TOKENS: Final = 256  # computed in a step: from here on `auto` saves layer by layer
 # While the client's circuit breaker is open, only so often does a lookup reach it, to be refused or to be its probe.
@@ -56,12 +59,16 @@ class SchedulerSide:
         options: ConnectorOptions,
         revision: str,
         block_tokens: int,
+        has_windows: bool,  # some layers do not keep all tokens
         saves: bool,  # this instance writes to the store
         loads: bool,  # it reads from it
         open_client: Callable[[Identity], KVClient],
     ) -> None:
         self.tally = Tally()
         self._options, self._block_tokens = options, block_tokens
+        # Within a forward pass at least one token is computed, for its logits. In the background the engine sees to
+        # that itself, by going back one token: but of that one, a window may have left the block already.
+        self._num_left = 1 if has_windows or not options.async_load else 0
         self._may_save, self._may_load = saves, loads
         self._open_client = open_client
         self._identity = Identity(revision, "")
@@ -92,8 +99,7 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache:
             return 0, False
         first = num_local_tokens // self._block_tokens
-        # At least one token is computed, for its logits; in the background the engine sees to that itself.
-        end = (request.num_tokens - (0 if self._options.async_load else 1)) // self._block_tokens
+        end = (request.num_tokens - self._num_left) // self._block_tokens
         hashes = self._hashes(state, first, end)
         if not hashes:
             return 0, False
@@ -120,7 +126,7 @@ class SchedulerSide:
             return 0, False
         return num_found * self._block_tokens, self._options.async_load
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, request: Any, tables: Tables, num_external_tokens: int) -> None:
         """The engine gave the request these blocks, the first of them local, and wants so many tokens loaded."""
         state = self._requests.get(request.request_id)
         if state is None or state.lookup is None or state.loading is not None:
@@ -134,7 +140,7 @@ class SchedulerSide:
         job = LoadJob(
             request_id=request.request_id,
             hashes=tuple(self._hashes(state, begin, end)),
-            block_ids=tuple(block_ids[begin:end]),
+            block_ids=tuple(tuple(table[begin:end]) for table in tables),
             within_forward=not self._options.async_load,
             follow=end - begin > num_stored,
         )
@@ -145,19 +151,19 @@ class SchedulerSide:
         self.tally.add("lookup_hits")
         self.tally.add("hit_tokens", num_external_tokens)
         if job.within_forward:
-            self._unsure[request.request_id] = set(job.block_ids)
+            self._unsure[request.request_id] = set().union(*job.block_ids)
 
-    def plan(self, num_scheduled_tokens: dict[str, int], table_of: Callable[[str], Sequence[int] | None]) -> StepPlan:
+    def plan(self, num_scheduled_tokens: dict[str, int], tables_of: TablesOf) -> StepPlan:
         """What the workers do in the step that computes so many tokens of each request."""
         loads, self._loads = tuple(self._loads), []
         for request_id in self._unsure.keys() & num_scheduled_tokens.keys():
-            if (state := self._requests.get(request_id)) and (table := table_of(request_id)):
-                self._unsure[request_id].update(table[state.first :])
+            if (state := self._requests.get(request_id)) and (tables := tables_of(request_id)):
+                self._unsure[request_id].update(*(table[state.first :] for table in tables))
         saves = []
         if self._may_save:
             for request_id, num_tokens in num_scheduled_tokens.items():
                 state = self._requests.get(request_id)
-                if state is not None and state.usable and (job := self._save_of(state, num_tokens, table_of)):
+                if state is not None and state.usable and (job := self._save_of(state, num_tokens, tables_of)):
                     saves.append(job)
         return StepPlan(self._identity, loads, tuple(saves), idle=not num_scheduled_tokens)
 
@@ -231,20 +237,20 @@ class SchedulerSide:
             state.lookup.release()
             state.lookup = None
 
-    def _save_of(
-        self, state: _Request, num_tokens: int, table_of: Callable[[str], Sequence[int] | None]
-    ) -> SaveJob | None:
+    def _save_of(self, state: _Request, num_tokens: int, tables_of: TablesOf) -> SaveJob | None:
         request, tokens = state.request, self._block_tokens
         num_computed = request.num_computed_tokens + num_tokens
         if num_computed // tokens <= state.saved.num_blocks:
             return None
         if self._options.granularity is Granularity.REQUEST and num_computed < request.num_prompt_tokens:
             return None
-        table = table_of(request.request_id)
-        if table is None or any(not unsure.isdisjoint(table) for unsure in self._unsure.values()):
+        tables = tables_of(request.request_id)
+        if tables is None:
+            return None
+        if any(not unsure.isdisjoint(table) for unsure in self._unsure.values() for table in tables):
             return None
         begin, end = state.saved.due(
-            hashes=request.block_hashes, table=table, num_computed_tokens=num_computed, block_tokens=tokens
+            hashes=request.block_hashes, tables=tables, num_computed_tokens=num_computed, block_tokens=tokens
         )
         if begin == end:
             return None
@@ -252,7 +258,7 @@ class SchedulerSide:
         return SaveJob(
             request_id=request.request_id,
             hashes=tuple(hashes[begin - end :]),
-            block_ids=tuple(table[begin:end]),
+            block_ids=tuple(tuple(table[begin:end]) for table in tables),
             parent=hashes[0] if begin else None,
             by_layer=saves_by_layer(
                 self._options.granularity, num_scheduled_tokens=num_tokens, worth_tokens=WORTH_TOKENS

@@ -1,13 +1,14 @@
 """Worker side: moves the bytes of one rank, as the step's plan says. Never raises into a forward pass."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
 from kvstore_client.adapters.vllm.caches import LayerCache, Tensor
 from kvstore_client.adapters.vllm.counters import Tally
+from kvstore_client.adapters.vllm.groups import CacheGroups
 from kvstore_client.adapters.vllm.identity import Identity
 from kvstore_client.adapters.vllm.loads import LoadResults, Loads
 from kvstore_client.adapters.vllm.options import ConnectorOptions
@@ -40,24 +41,25 @@ class WorkerSide:
         self._saves: Saves | None = None
         self._plan: StepPlan | None = None
 
-    def register(self, tensors: Mapping[str, Tensor], names: Sequence[str], *, num_blocks: int) -> None:
-        """The engine's cache is known: one tensor for each layer of `names`, in the order of parts.
+    def register(self, tensors: Mapping[str, Tensor], groups: CacheGroups, *, num_blocks: int) -> None:
+        """The engine's cache is known: one tensor for each layer.
 
         Raises: InvalidRequest, if a layer's blocks have another size than the scheduler side will expect.
         """
         spec = self._spec_for(Identity("unknown", ""))
         parts = list(spec.rank_parts(self._rank))
-        caches = [LayerCache(tensors[name], num_blocks=num_blocks) for name in names]
-        for name, cache, part in zip(names, caches, parts, strict=True):
+        layers = groups.layers
+        caches = [LayerCache(tensors[layer.name], num_blocks=num_blocks, group=layer.group) for layer in layers]
+        for layer, cache, part in zip(layers, caches, parts, strict=True):
             if cache.block_bytes != spec.part_bytes[part]:
                 raise InvalidRequest(
-                    f"{name}: expected blocks of {spec.part_bytes[part]} bytes, got {cache.block_bytes}; this engine "
-                    "lays out its cache in a way that the connector does not know"
+                    f"{layer.name}: expected blocks of {spec.part_bytes[part]} bytes, got {cache.block_bytes}; this "
+                    "engine lays out its cache in a way that the connector does not know"
                 )
-        self._layer_of = {name: layer for layer, name in enumerate(names)}
-        self._loads = Loads(caches, parts, options=self._options, tally=self.tally)
+        self._layer_of = {layer.name: index for index, layer in enumerate(layers)}
+        self._loads = Loads(caches, parts, fails_whole=groups.fails_whole, options=self._options, tally=self.tally)
         self._saves = Saves(caches, parts, options=self._options, tally=self.tally)
-        _log.info("kvstore: rank %d: %d layers, %r", self._rank, len(names), caches[0])
+        _log.info("kvstore: rank %d: %d layers, %r", self._rank, len(layers), caches[0])
 
     def begin_step(self, plan: StepPlan) -> None:
         """The plan is bound, and room for what it saves is being reserved."""
