@@ -63,6 +63,38 @@ def write_hybrid_model(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def write_chunked_model(folder: Path, *, seed: int = 0) -> Path:
+    """A tiny Llama 4 without experts, as wide: three layers see chunks of 128 tokens, and the fourth all tokens."""
+    import torch
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(seed)
+    config = Llama4TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        intermediate_size_mlp=256,
+        num_hidden_layers=4,
+        attention_chunk_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        num_local_experts=1,
+        use_qk_norm=False,
+        vocab_size=512,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.2,
+        dtype="float32",
+    )
+    Llama4ForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
 def write_mla_model(folder: Path) -> Path:
     """A tiny DeepSeek-V2 of dense layers. Its weights are as wide as lets whole and split prompts end alike."""
     import torch

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from service.harness import DaemonProcess, eventually
 from vllm_engine.engine import BLOCK_TOKENS, Engine, prompt, transfer_config
+from vllm_engine.model import write_chunked_model
 
 Reference = Callable[..., list[list[int]]]
 MakeEngine = Callable[..., Engine]
@@ -175,6 +176,27 @@ def test_decode_follows_a_prefill_layer_by_layer(
     assert decoded.result()["tokens"] == [expected]
     assert decode.counted(lambda counts: counts["blocks_loaded"] == 9)["load_failures"] == 0
     assert prefill.counted(lambda counts: counts["layers_saved"] > 0)["layers_saved"] == LAYERS
+
+
+def test_chunks_of_local_attention_are_saved_and_loaded(
+    engine: MakeEngine, daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last prompt, what is loaded ends with a chunk: only full attention needs it."""
+    monkeypatch.setenv("VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE", "1")
+    model = write_chunked_model(tmp_path)
+    prompts = [*PROMPTS, prompt(140, seed=29)]
+    with engine(model=model) as alone:
+        expected = alone.generate(prompts)
+    with engine(transfer_config(daemon.address), model=model, max_num_batched_tokens=64) as one:
+        assert [kind for kind, _, _ in one.ask("groups")] == 3 * ["ChunkedLocalAttentionSpec"] + ["FullAttentionSpec"]
+        assert one.generate(prompts) == expected
+        one.counted(lambda counts: counts["blocks_saved"] == NUM_BLOCKS + 4, "all blocks are saved")
+    two = engine(transfer_config(daemon.address), model=model)
+    assert two.generate(prompts) == expected
+    two.counted(lambda counts: counts["blocks_loaded"] == NUM_LOADABLE + 4, "all blocks are loaded")
+    two.ask("zero_loads")
+    changed = [got != tokens for got, tokens in zip(two.generate(prompts), expected, strict=True)]
+    assert changed == [True, True, True, True, False, True]
 
 
 @pytest.mark.parametrize(
