@@ -317,6 +317,7 @@ def test_options_are_checked_and_unknown_ones_refused_with_the_nearest() -> None
         ({"address": "unix:/a", "granularity": "block"}, "granularity: expected one of request, layer, chunk, auto"),
         ({"address": "unix:/a", "async_load": "yes"}, "async_load: expected a bool, got 'yes'"),
         ({"address": "unix:/a", "timeout_s": 0}, "timeout_s: expected more than 0"),
+        ({"address": "unix:/a", "prefill_tokens_per_s": -1}, "prefill_tokens_per_s: expected at least 0"),
         ({}, "expected an address"),
     ):
         with pytest.raises(InvalidRequest, match=says):

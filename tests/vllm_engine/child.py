@@ -76,6 +76,10 @@ def groups(engine: Any) -> list[tuple[str, int | None, list[str]]]:
     ]
 
 
+def free_blocks(engine: Any) -> int:
+    return int(engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
 def reset(engine: Any, connector: bool = False) -> bool:
     """The engine's own prefix cache is empty."""
     return bool(engine.reset_prefix_cache(reset_connector=connector))
@@ -174,6 +178,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         counters,
         preemptions,
         groups,
+        free_blocks,
         reset,
         abort,
         zero_loads,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.harness import DaemonProcess, eventually
-from vllm_engine.engine import LAYERS, Engine, prompt, transfer_config
+from vllm_engine.engine import BLOCK_TOKENS, LAYERS, Engine, prompt, transfer_config
 
 Reference = Callable[..., list[list[int]]]
 MakeEngine = Callable[..., Engine]
@@ -12,6 +12,22 @@ MakeEngine = Callable[..., Engine]
 PROMPT = prompt(300, seed=17)
 NUM_BLOCKS = 9
 FOLLOW = {"kvstore": "follow"}
+
+
+def test_prefill_keeps_nothing_for_decode_which_computes_less_than_a_block(
+    engine: MakeEngine, daemon: DaemonProcess, reference: Reference
+) -> None:
+    """Covers: C6, F7."""
+    (expected,) = reference([PROMPT])
+    prefill = engine(transfer_config(daemon.address, role="kv_producer"))
+    num_free = prefill.ask("free_blocks")
+    assert prefill.generate([PROMPT], max_tokens=1) == [expected[:1]]
+    prefill.counted(lambda counts: counts["blocks_saved"] == NUM_BLOCKS)
+    assert prefill.ask("free_blocks") == num_free
+    decode = engine(transfer_config(daemon.address, role="kv_consumer"))
+    assert decode.generate([PROMPT]) == [expected]
+    counts = decode.counted(lambda counts: counts["blocks_loaded"] == NUM_BLOCKS)
+    assert 0 < len(PROMPT) - counts["hit_tokens"] < BLOCK_TOKENS
 
 
 def test_decode_that_is_asked_first_waits_for_prefill_and_follows_it(

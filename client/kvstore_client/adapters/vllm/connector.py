@@ -265,7 +265,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _open_client(self, spec: KVSpec, side: str) -> KVClient:
         options = self._options
         name = f"vllm-{self._kv_transfer_config.engine_id}-{side}"[:256]
-        client_options = ClientOptions(name=name, token=options.token, timeout_s=options.timeout_s)
+        client_options = ClientOptions(
+            name=name,
+            token=options.token,
+            timeout_s=options.timeout_s,
+            prefill_tokens_per_s=options.prefill_tokens_per_s,
+        )
         return KVClient(options.address, spec, options=client_options)
 
 

@@ -34,6 +34,7 @@ class ConnectorOptions:
     timeout_s: float = 1.0  # of a lookup, a reservation, and of waiting for the daemon's other answers
     load_timeout_s: float = 5.0  # from the beginning of a load to its end
     follow_timeout_s: float = 60.0  # the same for one that follows a prefill under way elsewhere
+    prefill_tokens_per_s: float = 0.0  # that this engine computes; 0: what the store has is always loaded
 
     def __post_init__(self) -> None:
         if not self.address:
@@ -43,6 +44,8 @@ class ConnectorOptions:
         for name in ("timeout_s", "load_timeout_s", "follow_timeout_s"):
             if not 0 < getattr(self, name) <= 3600:
                 raise InvalidRequest(f"{name}: expected more than 0 and at most 3600, got {getattr(self, name)!r}")
+        if not self.prefill_tokens_per_s >= 0:
+            raise InvalidRequest(f"prefill_tokens_per_s: expected at least 0, got {self.prefill_tokens_per_s!r}")
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ConnectorOptions":
