@@ -3,9 +3,9 @@
     .venv-vllm/bin/python benchmarks/vllm_ttft.py MODEL [--rounds N] [--tokens N] [--json]
 
 Three engines on this machine: without a connector, with kvstore, and with vLLM's own ExampleConnector (files in
-/dev/shm). In each round each of them computes one prompt that nobody has seen, in turn. Then two new engines, one with
-kvstore and one with the files, are asked the same prompts. Figures are medians; each engine computes another prompt
-first, to warm up.
+/dev/shm). In each round each of them computes one prompt that nobody has seen, in turn, another first each time. Then two
+new engines, one with kvstore and one with the files, are asked the same prompts. Figures are medians, also of the ratio
+to the engine without a connector in the same round; each engine computes another prompt first, to warm up.
 """
 
 import argparse
@@ -118,14 +118,15 @@ def measure(model: str, *, rounds: int, num_tokens: int) -> dict[str, Any]:
         engines = {name: Engine(model, folder / f"{name}.log", transfer) for name, transfer in transfers.items()}
         for number, engine in enumerate(engines.values()):
             engine.first_token(prompt(num_tokens, seed=900 + number))
+        names = list(engines)
         for turn in range(rounds):
-            for name, engine in engines.items():
-                seconds, cached, token = engine.first_token(prompt(num_tokens, seed=turn))
+            said = {}
+            for name in [*names[turn % 3 :], *names[: turn % 3]]:
+                seconds, cached, said[name] = engines[name].first_token(prompt(num_tokens, seed=turn))
                 assert cached == 0, f"{name}: expected a cold prompt, got {cached} cached tokens"
                 cold[name].append(seconds)
-                if name == "none":
-                    tokens.append(token)
-                assert token == tokens[turn], f"{name}: another token"
+            tokens.append(said["none"])
+            assert said == dict.fromkeys(names, tokens[turn]), f"another token: {said}"
         for engine in engines.values():
             engine.close()
         second = {name: Engine(model, folder / f"{name}-2.log", transfers[name]) for name in warm}
@@ -144,6 +145,10 @@ def measure(model: str, *, rounds: int, num_tokens: int) -> dict[str, Any]:
         "prompt_tokens": num_tokens,
         "rounds": rounds,
         "cold_s": {name: round(statistics.median(values), 3) for name, values in cold.items()},
+        "cold_ratio": {
+            name: round(statistics.median(a / b for a, b in zip(values, cold["none"], strict=True)), 3)
+            for name, values in cold.items()
+        },
         "second_process_s": {name: round(statistics.median(values), 3) for name, values in warm.items()},
         "all": {"cold": cold, "second_process": warm},
     }
@@ -163,7 +168,7 @@ def main() -> None:
     cold, warm = result["cold_s"], result["second_process_s"]
     print(f"{arguments.tokens} tokens, median of {arguments.rounds}, seconds to the first token")
     for name, seconds in cold.items():
-        line = f"  {name:8}  cold {seconds:6.3f} (x {seconds / cold['none']:.3f})"
+        line = f"  {name:8}  cold {seconds:6.3f} (x {result['cold_ratio'][name]:.3f})"
         print(
             line + (f"   second process {warm[name]:6.3f} (1/{cold['none'] / warm[name]:.1f})" if name in warm else "")
         )
