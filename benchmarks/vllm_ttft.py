@@ -3,9 +3,9 @@
     .venv-vllm/bin/python benchmarks/vllm_ttft.py MODEL [--rounds N] [--tokens N] [--json]
 
 Three engines on this machine: without a connector, with kvstore, and with vLLM's own ExampleConnector (files in
-/dev/shm). In each round each of them computes one prompt that nobody has seen, in turn, another first each time. Then two
-new engines, one with kvstore and one with the files, are asked the same prompts. Figures are medians, also of the ratio
-to the engine without a connector in the same round; each engine computes another prompt first, to warm up.
+/dev/shm). In each round each of them computes one prompt that nobody has seen, in turn, another first each time. Then
+two new engines, one with kvstore and one with the files, are asked the same prompts. Figures are medians, also of the
+ratio to the engine without a connector in the same round; each engine computes another prompt first, to warm up.
 """
 
 import argparse
