@@ -199,12 +199,17 @@ class SlabFiles:
             self._files.unlink(probe)
 
     def each(self, work: Callable[[IntArray], None], parts: Sequence[IntArray]) -> None:
-        """The work is done for all parts, and none of it goes on; raises what one of those that failed did."""
-        for _ in self._results(work, parts):
-            pass
+        """The work is done for all parts, and none of it goes on; raises what the first that failed did."""
+        if len(parts) == 1:
+            work(parts[0])
+            return
+        futures = [self._pool.submit(work, part) for part in parts]
+        wait(futures)  # also after a failure: the caller's memory is in use until then
+        for future in futures:
+            future.result()
 
     def _results(self, work: Callable[[IntArray], T], parts: Sequence[IntArray]) -> Iterator[T]:
-        """What the work returns for each part, as it comes; none of it goes on after the end, or a failure."""
+        """What the work returns for each part, as it comes; otherwise as `each`."""
         if len(parts) == 1:
             yield work(parts[0])
             return
@@ -213,7 +218,7 @@ class SlabFiles:
             for future in as_completed(futures):
                 yield future.result()
         finally:
-            wait(futures)  # also after a failure: the caller's memory is in use until then
+            wait(futures)
 
     def _expect_room(self, size_bytes: int) -> None:
         """Raises: OSError, if less than the reserve would stay free."""
