@@ -299,8 +299,8 @@ class Index:
         np.subtract.at(self._columns.children, parents, ONE)
         if (self._columns.unheld(gone) & (self._columns.children.take(gone) == 0)).all():
             self._forget(gone)
-            left = np.setdiff1d(parents, gone)
-            for parent in left[self._columns.state.take(left) == State.HOLE].tolist():
+            holes = set(parents[self._columns.state.take(parents) == State.HOLE].tolist())
+            for parent in holes.difference(gone.tolist()):
                 self._forget_if_unused(parent)
             return
         np.add.at(self._columns.children, parents, ONE)

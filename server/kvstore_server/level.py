@@ -103,7 +103,7 @@ class Level:
         self._slots[rows] = NONE
         parents = self._parents_of(rows)
         np.subtract.at(self._children, parents, ONE)
-        self._tell_childless(parents)
+        self._tell_childless(parents, gone=rows)
         return slots
 
     def evict(self, count: int) -> tuple[IntArray, IntArray]:
@@ -152,7 +152,7 @@ class Level:
             return False
         self._freed.append(slots)
         self._slots[rows] = NONE
-        self._tell_childless(np.setdiff1d(parents, rows))
+        self._tell_childless(parents, gone=rows)
         return True
 
     def _parents_of(self, rows: IntArray) -> IntArray:
@@ -160,8 +160,9 @@ class Level:
         found: IntArray = parents[parents != NONE]
         return found
 
-    def _tell_childless(self, parents: IntArray) -> None:
-        for parent in parents[self._children.take(parents) == 0].tolist():
+    def _tell_childless(self, parents: IntArray, *, gone: IntArray) -> None:
+        childless = set(parents[self._children.take(parents) == 0].tolist())
+        for parent in sorted(childless.difference(gone.tolist())):
             self.policy.became_childless(parent)
 
     def validate(self) -> None:

@@ -17,7 +17,7 @@ from kvstore.transport.memory import address_of
 from kvstore.transport.shm import SlabLayout, create_memfd, populate, seal_slab
 from kvstore.types import AnyArray, ByteArray, IntArray, Namespace, SessionId, SlabId
 from kvstore_server.tiers.pinning import PageLock
-from kvstore_server.tiers.slab import MAX_SLOTS, SLOT_BITS, SlabArena
+from kvstore_server.tiers.slab import MAX_SLOTS, SLOT_BITS, SlabArena, numbers_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +242,6 @@ def slabs_and_places(slots: IntArray) -> tuple[IntArray, IntArray]:
 def by_slab(slots: IntArray) -> Iterator[tuple[SlabId, IntArray, AnyArray]]:
     """Each slab that has some of the slots, their places in it, and which of them they are."""
     slabs, places = slabs_and_places(slots)
-    for number in np.unique(slabs).tolist():
+    for number in numbers_in(slabs):
         chosen = slabs == number
         yield SlabId(number), places[chosen], chosen
