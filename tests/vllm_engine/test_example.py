@@ -8,6 +8,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm_engine.engine import BLOCK_TOKENS, prompt
@@ -76,17 +77,12 @@ def test_client_streams_what_prefill_and_decode_computed_together(
     (expected,) = reference([PROMPT])
     port = servers(dispatch)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
-        stream = client.completions.create(
-            model="tiny",
-            prompt=PROMPT,
-            max_tokens=8,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
+        how: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+        client.completions.create(prompt=prompt(20), max_tokens=1, **how)  # no block of it; now all are connected
+        stream = client.completions.create(prompt=PROMPT, max_tokens=8, stream=True, **how)
         pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
     assert len(pieces) > 1
     assert "".join(pieces).split() == [f"w{token}" for token in expected]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20) as answer:
-        assert json.load(answer) == {"prefilled": 1}
+        assert json.load(answer) == {"prefilled": 2}
     assert series(port + 2, "hit_tokens") == NUM_BLOCKS * BLOCK_TOKENS

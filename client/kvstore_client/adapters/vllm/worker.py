@@ -46,6 +46,8 @@ class WorkerSide:
 
         Raises: InvalidRequest, if a layer's blocks have another size than the scheduler side will expect.
         """
+        import kvstore.v1.kvstore_pb2_grpc  # noqa: F401 - while the engine starts, and not while its first step waits
+
         spec = self._spec_for(Identity("unknown", ""))
         parts = list(spec.rank_parts(self._rank))
         layers = groups.layers
