@@ -7,12 +7,13 @@ import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from kvstore.errors import InvalidRequest, KVStoreError, SpecMismatch, Unsupported
 from kvstore.hashing import pack
 from kvstore.spec import KVSpec
-from kvstore.types import BlockHash, BootId, Namespace
+from kvstore.types import BlockHash, BootId, Location, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import (
     MAX_HASHES,
@@ -24,14 +25,17 @@ from kvstore.wire import (
 from kvstore_client.breaker import Breaker
 from kvstore_client.buffers import Destination, as_destination
 from kvstore_client.channel import Channel
+from kvstore_client.fetching import FETCHES_AT_ONCE, RemoteSource
 from kvstore_client.filling import LoadPlan
 from kvstore_client.load import Load
-from kvstore_client.locate import Match, locate, worth_loading
+from kvstore_client.locate import Match, locate, map_slabs, worth_loading
 from kvstore_client.options import ClientOptions, ClientStatistics, Counters
 from kvstore_client.regions import Region, Regions
 from kvstore_client.session import Session
 from kvstore_client.slabs import Slabs
+from kvstore_client.source import Source
 from kvstore_client.staging import Stagings
+from kvstore_client.transports import choose
 from kvstore_client.write import Write
 
 DEFAULT_OPTIONS = ClientOptions()
@@ -58,6 +62,7 @@ class KVClient:
         self._stagings = Stagings(self._regions, size_bytes=options.staging_bytes)
         self._lease_numbers = itertools.count(1)
         self._pool = ThreadPoolExecutor(options.copy_threads, thread_name_prefix="kvstore-copy")
+        self._fetchers = ThreadPoolExecutor(2 * FETCHES_AT_ONCE, thread_name_prefix="kvstore-fetch")
         self._daemon: Any = None  # the embedded one, if this client runs it
         hello = pb.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -168,7 +173,7 @@ class KVClient:
         in place. Of a `Match`, the blocks that it found are loaded; with `follow`, also those that
         are being written, part by part as they arrive. `parts` None: all.
 
-        Raises: InvalidRequest; Unsupported, if the daemon's shared memory cannot be reached from here;
+        Raises: InvalidRequest; Unsupported, if neither the daemon's shared memory nor ucx can be had from here;
         StoreTimeout; StoreUnavailable. Blocks that cannot be served are `Load.errors`, not exceptions.
         """
         if (into is None) == (not view):
@@ -191,9 +196,17 @@ class KVClient:
             checksums=self.options.integrity == "always",
             timeout_s=self.options.timeout_s,
         )
-        load = Load(session, plan, pool=self._pool, num_workers=self.options.copy_threads, counters=self._counters)
+        remote = session.agent is not None
+        load = Load(
+            session,
+            plan,
+            pool=self._fetchers if remote else self._pool,
+            num_workers=FETCHES_AT_ONCE if remote else self.options.copy_threads,
+            counters=self._counters,
+        )
+        source_of = self._remote_source if remote else self._mapped_source
         if hashes:
-            locate(load, session, self._slabs, self.spec, plan=plan, follow=follow, deadline=deadline)
+            locate(load, session, partial(source_of, session, plan), plan=plan, follow=follow, deadline=deadline)
         return load
 
     def store(
@@ -274,6 +287,7 @@ class KVClient:
         """
         self._channel.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
         self._regions.close()
         self._slabs.adopt(None)
         daemon, self._daemon = self._daemon, None
@@ -287,6 +301,36 @@ class KVClient:
 
     def _new_lease(self) -> str:
         return f"client/{next(self._lease_numbers)}"
+
+    def _mapped_source(
+        self,
+        session: Session,
+        plan: LoadPlan,
+        packed: bytes,
+        location: Location,
+        errors: dict[int, KVStoreError],
+        deadline: float,
+    ) -> Source:
+        mapped = map_slabs(session, self._slabs, location, errors, deadline)
+        return Source(self.spec, plan.hashes, packed, location, mapped, plan.parts)
+
+    def _remote_source(
+        self,
+        session: Session,
+        plan: LoadPlan,
+        packed: bytes,
+        location: Location,
+        errors: dict[int, KVStoreError],
+        deadline: float,
+    ) -> RemoteSource:
+        return RemoteSource(
+            self.spec,
+            plan,
+            location.generations,
+            session=session,
+            regions=self._regions,
+            stagings=self._stagings,
+        )
 
     def _call(self, message: pb.ClientMessage, timeout_s: float | None) -> pb.ServerMessage:
         deadline = self._deadline(timeout_s)
@@ -315,6 +359,7 @@ class KVClient:
                 'integrity: expected a daemon that keeps checksums for "always", got one that runs without; '
                 'set checksums = true in the daemon\'s configuration, or use integrity="header"'
             )
+        choose(session, self._channel.address, self.options)
         self._slabs.adopt(session)
         self._stagings.drop()
         self._regions.adopt(session)

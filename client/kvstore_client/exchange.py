@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable, Unsupported, error_of
+from kvstore.errors import KVStoreError, NotAuthenticated, StoreTimeout, StoreUnavailable, Unsupported, error_of
 from kvstore.transport.shm import Op, Reply, Request
 
 # Of one datagram in the kernel's memory, which takes some of the socket's buffer for itself.
@@ -28,7 +28,24 @@ class Exchange:
         self._most_bytes = 0  # of a datagram
         self._buffer = bytearray(Reply.MAX_BYTES)
         self._unreachable = not socket_path
+        self._refusal = ""  # why it is not to be used
         self._closed = False
+
+    def probe(self, *, deadline: float) -> None:
+        """The socket can be reached from here, and it is that of this session's daemon.
+
+        Raises: Unsupported, if not; StoreTimeout, StoreUnavailable as `_ask` does.
+        """
+        with self._lock:
+            if self._socket is None:
+                try:
+                    self._connect(deadline)
+                except OSError as error:
+                    raise Unsupported(f"shm socket {self._path}: {error}; it is no socket of a daemon") from None
+
+    def refuse(self, reason: str) -> None:
+        """Whoever needs the socket gets this reason, as Unsupported."""
+        self._refusal = reason
 
     def slab(self, number: int, *, deadline: float) -> tuple[int, int]:
         """(descriptor, number of slots) of a slab; the caller owns the descriptor.
@@ -134,6 +151,8 @@ class Exchange:
     def _connect(self, deadline: float) -> socket.socket:
         if self._closed:
             raise StoreUnavailable("shm socket: the session has ended; the client reconnects")
+        if self._refusal:
+            raise Unsupported(self._refusal)
         if not self._path:
             raise Unsupported("shared memory: the daemon offers none; run the daemon with shared memory on this host")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -142,6 +161,13 @@ class Exchange:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.connect(self._path)
             _round_trip(connection, Request(Op.ATTACH, ticket=self._ticket).encode(), [], deadline)
+        except NotAuthenticated:
+            connection.close()
+            self._unreachable = True
+            raise Unsupported(
+                f"shm socket {self._path}: expected the socket of this daemon, got that of another one, which is "
+                "on this host alone"
+            ) from None
         except (FileNotFoundError, PermissionError) as error:
             connection.close()
             self._unreachable = True

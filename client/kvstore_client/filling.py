@@ -11,18 +11,51 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from kvstore.errors import BlockCorrupt, BlockMissing, KVStoreError, StoreBug, StoreTimeout, StoreUnavailable
-from kvstore.types import BlockHash, IntArray
+from kvstore.types import AnyArray, BlockHash, ByteArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status, unpack_u32
 from kvstore_client.buffers import Rows
 from kvstore_client.options import Counters
 from kvstore_client.progress import Progress
 from kvstore_client.session import Answer
-from kvstore_client.source import Source
+
+
+class Readable(Protocol):
+    """Where the blocks of a load come from: mapped slabs, or the daemon on another host. Any thread may ask."""
+
+    in_place: bool  # whether they can be read without anything being moved
+
+    def piece_blocks(self, part: int) -> int:
+        """How many blocks of this part make a piece."""
+        ...
+
+    def view(self, block: int, part: int) -> ByteArray:
+        """`[part_bytes]`, read-only, not checked. Raises: IndexError, KeyError, if there is none."""
+        ...
+
+    def held(self, blocks: IntArray) -> AnyArray:
+        """`[n]` bool: which of these blocks can, at this moment, still be read."""
+        ...
+
+    def copy(
+        self, part: int, blocks: IntArray, into: Rows | None, *, checksums: bool, stopped: Callable[[], bool]
+    ) -> dict[int, KVStoreError]:
+        """The part of these blocks is in `into` (row i: block i) and checked, but for the blocks returned.
+
+        Without `into` it can be viewed. Ends early once `stopped` says so; nothing is written to `into` after that.
+        """
+        ...
+
+    def missing(self, block: int) -> BlockMissing: ...
+
+    def interrupt(self) -> None:
+        """Copies that wait look again whether they were stopped. Waits for nothing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +70,6 @@ class LoadPlan:
     owns_lease: bool  # made for this load
     checksums: bool
     timeout_s: float  # of waits that bring none
-
-    @property
-    def touches_bytes(self) -> bool:
-        """Whether there is anything to do for the copy threads."""
-        return self.into is not None or self.checksums
 
 
 class Filling:
@@ -63,7 +91,7 @@ class Filling:
     ) -> None:
         self.changed = threading.Condition()
         self.progress = Progress(plan.parts, len(plan.hashes))
-        self.source: Source | None = None
+        self.source: Readable | None = None
         self.stopped = False
         self.failure: KVStoreError | None = None  # the load as a whole has failed
         self.active = 0  # pieces being copied
@@ -86,7 +114,7 @@ class Filling:
         self._on_over = _tell_nobody
         self._on_corrupt = _tell_nobody
 
-    def begin(self, source: Source, *, errors: dict[int, KVStoreError], writing: IntArray) -> None:
+    def begin(self, source: Readable, *, errors: dict[int, KVStoreError], writing: IntArray) -> None:
         """Blocks that can be read are scheduled; those in writing are as their parts arrive."""
         progress = self.progress
         with self.changed:
@@ -97,7 +125,7 @@ class Filling:
             readable = np.ones(len(self._plan.hashes), bool)
             readable[writing] = False
             blocks = progress.without_error(np.flatnonzero(readable))
-            if not self._plan.touches_bytes:
+            if not self._touches_bytes(source):
                 self._take_as_they_lie(source, blocks)
             else:
                 for part in self._plan.parts:
@@ -153,11 +181,16 @@ class Filling:
         if not self.progress.left:
             self._on_over()
 
-    def _copy_piece(self, source: Source, part: int, blocks: IntArray) -> None:
+    def _copy_piece(self, source: Readable, part: int, blocks: IntArray) -> None:
         plan = self._plan
         into = plan.into[part] if plan.into is not None else None
         try:
             errors = source.copy(part, blocks, into, checksums=plan.checksums, stopped=self._is_stopped)
+        except KVStoreError as failure:
+            with self.changed:
+                self.active -= 1
+                self.fail(failure)
+            return
         except Exception as failure:
             bug = StoreBug(f"part {part}: copying failed: {failure!r}; report it")
             errors = dict.fromkeys(blocks.tolist(), bug)
@@ -188,7 +221,11 @@ class Filling:
 
     # With the condition held.
 
-    def _take_in(self, source: Source) -> None:
+    def _touches_bytes(self, source: Readable) -> bool:
+        """Whether there is anything to do for the copy threads."""
+        return self._plan.into is not None or self._plan.checksums or not source.in_place
+
+    def _take_in(self, source: Readable) -> None:
         """What the reader thread queued becomes pieces and errors."""
         if not self._heard:
             return
@@ -202,7 +239,7 @@ class Filling:
                 self.fail(error)
         self.changed.notify_all()
 
-    def _take_in_arrived(self, source: Source, arrived: pb.Arrived) -> None:
+    def _take_in_arrived(self, source: Readable, arrived: pb.Arrived) -> None:
         blocks = unpack_u32(arrived.blocks, name="arrived.blocks")
         parts = unpack_u32(arrived.parts, name="arrived.parts")
         if len(blocks) != len(parts) or (blocks >= len(self._plan.hashes)).any():
@@ -213,7 +250,7 @@ class Filling:
             fresh = self.progress.arrive(part, blocks[parts == part])
             if not len(fresh):  # a part that others asked for, or known before
                 continue
-            if not self._plan.touches_bytes:
+            if not self._touches_bytes(source):
                 self.progress.put(part, fresh)
             else:
                 self._schedule(source, part, fresh)
@@ -222,7 +259,7 @@ class Filling:
                 bug = StoreBug(f"block {block}: the store ended it, but not all parts arrived; report it")
                 self.progress.fail(block, bug)
 
-    def _take_as_they_lie(self, source: Source, blocks: IntArray) -> None:
+    def _take_as_they_lie(self, source: Readable, blocks: IntArray) -> None:
         still = source.held(blocks)
         if not still.all():
             self._counters.add("generation_misses", int((~still).sum()))
@@ -230,7 +267,7 @@ class Filling:
                 self.progress.fail(block, source.missing(block))
         self.progress.put_all(blocks)
 
-    def _schedule(self, source: Source, part: int, blocks: IntArray) -> None:
+    def _schedule(self, source: Readable, part: int, blocks: IntArray) -> None:
         step = source.piece_blocks(part)
         for first in range(0, len(blocks), step):
             piece = blocks[first : first + step]
@@ -254,6 +291,8 @@ class Filling:
     def stop(self) -> None:
         self.stopped = True
         self._pieces.clear()
+        if self.source is not None:
+            self.source.interrupt()
         self.changed.notify_all()
 
     def quiesce(self) -> None:

@@ -10,10 +10,9 @@ import numpy as np
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.types import BlockHash, ByteArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore_client.filling import Filling, LoadPlan
+from kvstore_client.filling import Filling, LoadPlan, Readable
 from kvstore_client.options import Counters
 from kvstore_client.session import Answer, Session
-from kvstore_client.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ class Load:
 
     # How the client sets it going.
 
-    def begin(self, source: Source, request_id: int, *, errors: dict[int, KVStoreError], writing: IntArray) -> None:
+    def begin(self, source: Readable, request_id: int, *, errors: dict[int, KVStoreError], writing: IntArray) -> None:
         """The blocks were located: what can be read is on its way."""
         self._request_id = request_id
         self._filling.begin(source, errors=errors, writing=writing)

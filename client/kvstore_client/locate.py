@@ -1,6 +1,6 @@
 """From hashes to bytes: what a Match found, and how a Load is set going."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,11 +11,10 @@ from kvstore.spec import KVSpec
 from kvstore.types import BlockHash, IntArray, Location
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status, unpack_u32, unpack_u64
-from kvstore_client.filling import LoadPlan
+from kvstore_client.filling import LoadPlan, Readable
 from kvstore_client.load import Load
 from kvstore_client.session import Session
 from kvstore_client.slabs import Slab, Slabs
-from kvstore_client.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +57,16 @@ def worth_loading(matched: pb.Matched, spec: KVSpec, *, prefill_tokens_per_s: fl
 def locate(
     load: Load,
     session: Session,
-    slabs: Slabs,
-    spec: KVSpec,
+    source_of: Callable[[bytes, Location, dict[int, KVStoreError], float], Readable],
     *,
     plan: LoadPlan,
     follow: bool,
     deadline: float,
 ) -> None:
-    """The daemon has leased and located the blocks, their slabs are mapped, and the load is under way.
+    """The daemon has leased and located the blocks, and the load is under way.
 
-    Raises: Unsupported, if the shm socket cannot be reached; InvalidRequest; StoreTimeout; StoreUnavailable;
+    `source_of` makes that which they are read from, of their hashes, packed, their places and errors, to which it may
+    add, by a deadline. Raises: what it does; InvalidRequest; StoreTimeout; StoreUnavailable;
     StoreBug, if the answer makes no sense. The lease is given back then.
     """
     packed = pack(plan.hashes)
@@ -76,8 +75,7 @@ def locate(
     try:
         answer, request_id = session.call(message, deadline=deadline, then=load.hear, lasting=True, undo=undo)
         location, errors, writing = _decode(answer.located, num_blocks=len(plan.hashes))
-        mapped = _map(session, slabs, location, errors, deadline)
-        source = Source(spec, plan.hashes, packed, location, mapped, plan.parts)
+        source = source_of(packed, location, errors, deadline)
     except BaseException:
         session.forget(message.request_id)
         load.release()
@@ -99,7 +97,7 @@ def _decode(located: pb.Located, *, num_blocks: int) -> tuple[Location, dict[int
     return location, errors, writing
 
 
-def _map(
+def map_slabs(
     session: Session,
     slabs: Slabs,
     location: Location,

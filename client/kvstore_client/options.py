@@ -24,6 +24,8 @@ class ClientOptions:
     timeout_s: float = 5.0  # deadline of each call that brings none of its own
     integrity: Literal["header", "always"] = "header"  # "always": each part's checksum too, after each copy
     copy_threads: int = 2
+    transport: Literal["auto", "shm", "ucx"] = "auto"  # "auto": shm where the daemon's socket can be reached, else ucx
+    ucx_device: str = ""  # network device of transfers between hosts; empty: the one towards the daemon
     staging_bytes: int = 256 << 20  # bound of what is on its way to the store from this client's own memory
     prefill_tokens_per_s: float = 0.0  # what the engine computes; 0: a match is never cut for being slow to load
     breaker_failures: int = 3  # so many calls in a row without an answer open the circuit breaker
@@ -40,6 +42,7 @@ class ClientOptions:
         )
         _check("timeout_s", self.timeout_s > 0, "more than 0", self.timeout_s)
         _check("integrity", self.integrity in ("header", "always"), "'header' or 'always'", self.integrity)
+        _check("transport", self.transport in ("auto", "shm", "ucx"), "'auto', 'shm' or 'ucx'", self.transport)
         _check("copy_threads", 1 <= self.copy_threads <= 256, "1 to 256", self.copy_threads)
         _check("staging_bytes", self.staging_bytes >= 1 << 20, "at least 1 MiB", self.staging_bytes)
         _check("prefill_tokens_per_s", self.prefill_tokens_per_s >= 0, "at least 0", self.prefill_tokens_per_s)

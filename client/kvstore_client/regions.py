@@ -1,4 +1,4 @@
-"""Regions: sealed memory of this client that the daemon copies from.
+"""Regions: sealed memory of this client that the daemon copies from, and, between hosts, writes to.
 
 Regions outlive sessions: each new session gets all of them registered before anyone can use it.
 """
@@ -7,15 +7,17 @@ import itertools
 import os
 import threading
 import time
+from functools import partial
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable
 from kvstore.transport.memory import address_of
 from kvstore.transport.shm import create_memfd, seal_region
+from kvstore.transport.ucx import Agent
 from kvstore.types import ByteArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore_client.session import Session
+from kvstore_client.session import Answer, Session
 
 REGISTER_TIMEOUT_S = 2.0
 
@@ -69,9 +71,27 @@ class Region:
         self._regions.remove(self)
 
     def register(self, session: Session, deadline: float) -> None:
-        session.exchange.register(self.number, self._fd, size_bytes=self.size_bytes, deadline=deadline)
+        if session.agent is None:
+            session.exchange.register(self.number, self._fd, size_bytes=self.size_bytes, deadline=deadline)
+        else:
+            self._describe(session, session.agent, deadline)
         self.session = session
         self.refusal = None
+
+    def _describe(self, session: Session, agent: Agent, deadline: float) -> None:
+        """The daemon knows where this memory is, and how to reach it."""
+        agent.register(self.address, self.size_bytes, device_id=self.number)
+        request = pb.RegisterRegion(
+            region=self.number,
+            size_bytes=self.size_bytes,
+            address=self.address,
+            metadata=agent.metadata(self.address),
+        )
+        try:
+            session.call(pb.ClientMessage(register_region=request), deadline=deadline)
+        except BaseException:
+            agent.deregister(self.address)
+            raise
 
     def let_go(self) -> None:
         self._memory = None
@@ -128,10 +148,16 @@ class Regions:
             if region not in self._open:
                 return
             self._open.remove(region)
-            session = region.session
+            session, memory = region.session, region.array
             region.let_go()
-        if session is not None and session.alive:
-            session.tell(pb.ClientMessage(drop_regions=pb.DropRegions(regions=[region.number])))
+        if session is None or not session.alive:
+            return
+        message = pb.ClientMessage(drop_regions=pb.DropRegions(regions=[region.number]))
+        agent = session.agent
+        if agent is None:
+            session.tell(message)
+        else:
+            session.start(message, partial(_dropped, agent, region.address, memory))
 
     def close(self) -> None:
         """Every region is closed."""
@@ -147,6 +173,11 @@ class Regions:
             if region.address <= first and end <= region.address + region.size_bytes:
                 return region
         return None
+
+
+def _dropped(agent: Agent, address: int, memory: ByteArray, answer: Answer) -> None:
+    """The daemon reads and writes there no more, or its session is over: the memory, kept until now, may go."""
+    agent.deregister(address)
 
 
 def check_usable(region: Region, session: Session) -> None:

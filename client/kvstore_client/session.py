@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvstore.errors import KVStoreError, StoreBug, StoreTimeout, StoreUnavailable, error_of
+from kvstore.transport.ucx import Agent
 from kvstore.types import BootId, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status
@@ -69,6 +70,7 @@ class Session:
         self._ids = itertools.count(1)
         self._ended: KVStoreError | None = None
         self._beside = False  # whether requests may be sent over the shm socket
+        self._agent: Agent | None = None
         self.ended = threading.Event()
         self.sent_at = self.heard_at = time.monotonic()
         self._outgoing: SimpleQueue[pb.ClientMessage | None] = SimpleQueue()
@@ -95,10 +97,28 @@ class Session:
         self.namespace = Namespace(welcome.namespace)
         self.heartbeat_s = welcome.heartbeat_ms / 1000
         self.max_region_bytes = welcome.limits.max_region_bytes
+        self.agent_name = welcome.ucx.agent_name  # empty: the daemon offers no ucx
         self.exchange = Exchange(welcome.shm.socket_path, welcome.shm.ticket)
         self._beside = "call" in self.capabilities
         if not self.alive:
             self.exchange.close()
+
+    @property
+    def agent(self) -> Agent | None:
+        """With which the daemon moves bytes, if this session's transport is ucx."""
+        return self._agent
+
+    def use(self, agent: Agent) -> None:
+        """The transport of this session is ucx, and the agent is closed when it ends.
+
+        The daemon is on another host, so that nothing takes the shm socket.
+        """
+        with self._lock:
+            self._agent = agent
+            self._beside = False
+            ended = self._ended is not None
+        if ended:
+            agent.close()
 
     def call(
         self,
@@ -201,6 +221,9 @@ class Session:
             self._ended = error
             pending = list(self._pending.values())
             self._pending.clear()
+            agent = self._agent
+        if agent is not None:
+            agent.close()  # first: whoever hears that the session is over may use its memory for other things
         for entry in pending:
             reason = self._gone()
             if entry.latch is not None:

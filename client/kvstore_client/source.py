@@ -24,6 +24,8 @@ CALL_BYTES: Final = 8 << 20  # of one copy call, so that a huge part can be stop
 class Source:
     """The blocks of one load, by their index in it. Immutable; any thread may copy from it."""
 
+    in_place = True
+
     def __init__(
         self,
         spec: KVSpec,
@@ -104,6 +106,9 @@ class Source:
             f"block {self.name(block)}: expected generation {self._located.generations[block]} in its slot, "
             "got another block or none; recompute it"
         )
+
+    def interrupt(self) -> None:
+        """Nothing here waits."""
 
     def name(self, block: int) -> str:
         return f"{block} ({self.hashes[block].hex()[:12]}…)"

@@ -8,6 +8,7 @@ it, so its memory is never used for the next one.
 
 import threading
 import time
+from collections.abc import Callable
 
 from kvstore.errors import InvalidRequest, StoreTimeout, StoreUnavailable
 from kvstore.types import ByteArray
@@ -64,11 +65,13 @@ class Staging:
     def size_bytes(self) -> int:
         return self.region.size_bytes
 
-    def take(self, size_bytes: int, *, deadline: float) -> tuple[int, ByteArray]:
-        """(offset, memory) of a range; the caller gives it back once the daemon has read it.
+    def take(
+        self, size_bytes: int, *, deadline: float, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[int, ByteArray]:
+        """(offset, memory) of a range; the caller gives it back once the daemon touches it no more.
 
-        Raises: InvalidRequest, if it can never fit; StoreTimeout, if no room came in time;
-        StoreUnavailable, if the session ended.
+        Raises: InvalidRequest, if it can never fit; StoreTimeout, if no room came in time, or once `stopped` says so
+        after `wake`; StoreUnavailable, if the session ended.
         """
         rounded = _round_up(size_bytes)
         if rounded > self.size_bytes:
@@ -80,12 +83,17 @@ class Staging:
             while (offset := self._ranges.take(rounded)) is None:
                 if not self.session.alive:
                     raise StoreUnavailable("staging: the session has ended; recompute, the client reconnects")
-                if not self._room.wait(max(0.0, deadline - time.monotonic())):
+                if stopped() or not self._room.wait(max(0.0, deadline - time.monotonic())):
                     raise StoreTimeout(
                         f"staging: no room for {size_bytes} bytes within the deadline, because the store has "
                         "not acknowledged what was sent; skip this save"
                     )
         return offset, self._memory[offset : offset + size_bytes]
+
+    def wake(self) -> None:
+        """Whoever waits for room looks again whether it was stopped."""
+        with self._room:
+            self._room.notify_all()
 
     def give(self, offset: int, size_bytes: int) -> None:
         """The range may be used again. Called for each range when its session ends, too."""
@@ -98,8 +106,8 @@ class Stagings:
     """The staging of the current session, made when it is first needed. Thread-safe."""
 
     def __init__(self, regions: Regions, *, size_bytes: int) -> None:
+        self.size_bytes = size_bytes  # of each, if the daemon allows it
         self._regions = regions
-        self._size_bytes = size_bytes
         self._lock = threading.Lock()
         self._current: Staging | None = None
 
@@ -113,7 +121,7 @@ class Stagings:
             staging = self._current
             if staging is not None and staging.session is session:
                 return staging
-            size_bytes = min(self._size_bytes, session.max_region_bytes or self._size_bytes)
+            size_bytes = min(self.size_bytes, session.max_region_bytes or self.size_bytes)
             region = self._regions.create(size_bytes, deadline=deadline)
             if region.session is not session:
                 region.close()

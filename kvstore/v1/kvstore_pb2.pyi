@@ -25,7 +25,7 @@ OUTCOME_ORPHAN: Outcome
 OUTCOME_FAILED: Outcome
 
 class ClientMessage(_message.Message):
-    __slots__ = ("request_id", "timeout_ms", "hello", "match", "prefetch", "load", "store", "store_part", "commit", "abort", "release", "verify", "drop_regions", "slabs_dropped", "ping")
+    __slots__ = ("request_id", "timeout_ms", "hello", "match", "prefetch", "load", "store", "store_part", "commit", "abort", "release", "verify", "drop_regions", "slabs_dropped", "ping", "register_region", "fetch")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class ClientMessage(_message.Message):
     DROP_REGIONS_FIELD_NUMBER: _ClassVar[int]
     SLABS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_REGION_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     timeout_ms: int
     hello: Hello
@@ -56,10 +58,12 @@ class ClientMessage(_message.Message):
     drop_regions: DropRegions
     slabs_dropped: SlabsDropped
     ping: Ping
-    def __init__(self, request_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., match: _Optional[_Union[Match, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., store: _Optional[_Union[Store_, _Mapping]] = ..., store_part: _Optional[_Union[StorePart, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., drop_regions: _Optional[_Union[DropRegions, _Mapping]] = ..., slabs_dropped: _Optional[_Union[SlabsDropped, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    register_region: RegisterRegion
+    fetch: Fetch
+    def __init__(self, request_id: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., match: _Optional[_Union[Match, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., store: _Optional[_Union[Store_, _Mapping]] = ..., store_part: _Optional[_Union[StorePart, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., verify: _Optional[_Union[Verify, _Mapping]] = ..., drop_regions: _Optional[_Union[DropRegions, _Mapping]] = ..., slabs_dropped: _Optional[_Union[SlabsDropped, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., register_region: _Optional[_Union[RegisterRegion, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("request_id", "status", "welcome", "matched", "prefetched", "located", "arrived", "reserved", "part_stored", "committed", "aborted", "released", "verified", "regions_dropped", "slabs_retired", "pong")
+    __slots__ = ("request_id", "status", "welcome", "matched", "prefetched", "located", "arrived", "reserved", "part_stored", "committed", "aborted", "released", "verified", "regions_dropped", "slabs_retired", "pong", "region_registered", "fetched")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +80,8 @@ class ServerMessage(_message.Message):
     REGIONS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     SLABS_RETIRED_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
+    REGION_REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     status: Status
     welcome: Welcome
@@ -92,7 +98,9 @@ class ServerMessage(_message.Message):
     regions_dropped: RegionsDropped
     slabs_retired: SlabsRetired
     pong: Pong
-    def __init__(self, request_id: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., matched: _Optional[_Union[Matched, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ..., located: _Optional[_Union[Located, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., part_stored: _Optional[_Union[PartStored, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ..., regions_dropped: _Optional[_Union[RegionsDropped, _Mapping]] = ..., slabs_retired: _Optional[_Union[SlabsRetired, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+    region_registered: RegionRegistered
+    fetched: Fetched
+    def __init__(self, request_id: _Optional[int] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., matched: _Optional[_Union[Matched, _Mapping]] = ..., prefetched: _Optional[_Union[Prefetched, _Mapping]] = ..., located: _Optional[_Union[Located, _Mapping]] = ..., arrived: _Optional[_Union[Arrived, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., part_stored: _Optional[_Union[PartStored, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ..., regions_dropped: _Optional[_Union[RegionsDropped, _Mapping]] = ..., slabs_retired: _Optional[_Union[SlabsRetired, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., region_registered: _Optional[_Union[RegionRegistered, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("code", "message")
@@ -157,7 +165,7 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., spec: _Optional[_Union[Spec, _Mapping]] = ..., expected_namespace: _Optional[bytes] = ..., token: _Optional[str] = ..., client_name: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("boot_id", "session_id", "namespace", "heartbeat_ms", "shm", "limits", "capabilities", "server_version")
+    __slots__ = ("boot_id", "session_id", "namespace", "heartbeat_ms", "shm", "limits", "capabilities", "server_version", "ucx")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +174,7 @@ class Welcome(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    UCX_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     session_id: int
     namespace: bytes
@@ -174,7 +183,8 @@ class Welcome(_message.Message):
     limits: Limits
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     server_version: str
-    def __init__(self, boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., shm: _Optional[_Union[ShmOffer, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., server_version: _Optional[str] = ...) -> None: ...
+    ucx: UcxOffer
+    def __init__(self, boot_id: _Optional[bytes] = ..., session_id: _Optional[int] = ..., namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., shm: _Optional[_Union[ShmOffer, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., server_version: _Optional[str] = ..., ucx: _Optional[_Union[UcxOffer, _Mapping]] = ...) -> None: ...
 
 class ShmOffer(_message.Message):
     __slots__ = ("socket_path", "ticket")
@@ -183,6 +193,12 @@ class ShmOffer(_message.Message):
     socket_path: str
     ticket: bytes
     def __init__(self, socket_path: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class UcxOffer(_message.Message):
+    __slots__ = ("agent_name",)
+    AGENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    agent_name: str
+    def __init__(self, agent_name: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_hashes", "max_message_bytes", "max_region_bytes")
@@ -299,6 +315,44 @@ class PartStored(_message.Message):
     NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     num_committed: int
     def __init__(self, num_committed: _Optional[int] = ...) -> None: ...
+
+class RegisterRegion(_message.Message):
+    __slots__ = ("region", "size_bytes", "address", "metadata")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    region: int
+    size_bytes: int
+    address: int
+    metadata: bytes
+    def __init__(self, region: _Optional[int] = ..., size_bytes: _Optional[int] = ..., address: _Optional[int] = ..., metadata: _Optional[bytes] = ...) -> None: ...
+
+class RegionRegistered(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("hashes", "generations", "parts", "region", "offsets")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    generations: bytes
+    parts: bytes
+    region: int
+    offsets: bytes
+    def __init__(self, hashes: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., region: _Optional[int] = ..., offsets: _Optional[bytes] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("errors", "checksums")
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    errors: _containers.RepeatedCompositeFieldContainer[BlockError]
+    checksums: bytes
+    def __init__(self, errors: _Optional[_Iterable[_Union[BlockError, _Mapping]]] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("write_id",)

@@ -36,8 +36,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """What `kvstore serve` runs with. Sizes are bytes, or text such as "4GiB"."""
 
     unix_socket: str = "/run/kvstore/kvstore.sock"  # "": none
-    tcp_host: str = "127.0.0.1"  # loopback only: the control path is not encrypted
+    tcp_host: str = "127.0.0.1"  # the control path is not encrypted: other than loopback only with ucx_device
     tcp_port: int = 7311  # 0: none
+    ucx_device: str = ""  # network device of transfers between hosts, such as "mlx5_0:1" or "eth0"; "": none
     metrics_port: int = 0  # on tcp_host, for Prometheus; 0: none
     cpu_capacity: int = 4 << 30
     slab_bytes: int = 64 << 20
@@ -69,9 +70,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         _expect(self.unix_socket or self.tcp_port, "unix_socket, tcp_port", "at least one listener", "none")
         _expect(
-            self.tcp_host in ("127.0.0.1", "::1", "localhost"),
+            self.ucx_device or self.tcp_host in ("127.0.0.1", "::1", "localhost"),
             "tcp_host",
-            "a loopback address, because the control path is not encrypted yet",
+            "a loopback address, because the control path is not encrypted yet; another only with ucx_device, for a "
+            "network that you trust",
             self.tcp_host,
         )
         _expect(0 <= self.tcp_port < 65536, "tcp_port", "0 to 65535", self.tcp_port)

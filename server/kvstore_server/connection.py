@@ -8,10 +8,11 @@ from typing import Any, Final, TypeAlias, TypeVar
 import grpc
 import structlog
 
-from kvstore.errors import StoreBug
+from kvstore.errors import KVStoreError, StoreBug, StoreUnavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import status_of
 from kvstore_server.session import Session
+from kvstore_server.transfers import Peer
 
 Context: TypeAlias = "grpc.aio.ServicerContext[pb.ClientMessage, pb.ServerMessage]"
 
@@ -20,6 +21,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 MAX_COPIES_IN_FLIGHT: Final = 16  # StoreParts of one session; more wait in the stream
+PEER_GRACE_S: Final = 0.5  # for transfers under way when a session ends; a connection that broke is noticed in less
 
 
 class Connection:
@@ -27,6 +29,7 @@ class Connection:
 
     def __init__(self, session: Session, context: Context, *, now: float, told: asyncio.Event) -> None:
         self.session = session
+        self.peer: Peer | None = None  # the client's agent, where there is ucx
         self.opened_at = now
         self.heard_at = now
         self.told = told  # set when the teller has something to send
@@ -80,14 +83,25 @@ class Connection:
         return await asyncio.shield(job)
 
     async def stop(self) -> None:
-        """No task of this connection runs any more, and copies have been waited for."""
+        """No task of this connection runs any more, and copies have been waited for.
+
+        But not for long for those with another host, which may have stopped: they hold what they need.
+        """
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._jobs, return_exceptions=True)
+        if self.peer is not None:
+            self.peer.over = self.peer.over or "its session has ended"
+            if self._jobs:
+                await asyncio.wait(self._jobs, timeout=PEER_GRACE_S)
+        await asyncio.gather(*self._tasks, *([] if self.peer else self._jobs), return_exceptions=True)
 
     async def _guard(self, work: Coroutine[Any, Any, None], request_id: int) -> None:
         try:
             await work
+        except StoreUnavailable:
+            pass  # the stream ends, and that is the answer: before, the client's memory may still be written to
+        except KVStoreError as error:
+            await self.send(pb.ServerMessage(request_id=request_id, status=status_of(error)))
         except Exception as error:
             await self.send(bug_of(error, request_id, kind="beside the reader"))
 

@@ -32,10 +32,11 @@ from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
 from kvstore_server.expiry import Expiry
 from kvstore_server.mover import Mover
-from kvstore_server.service import StoreService
+from kvstore_server.service import SILENT_HEARTBEATS, StoreService
 from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier, shmem_pages
 from kvstore_server.tiers.pinning import PageLock
+from kvstore_server.transfers import Transfers
 
 if TYPE_CHECKING:
     from kvstore_server.metrics import MetricsListener, Snapshot
@@ -61,6 +62,13 @@ class Daemon:
         self._page_lock_reason = page_lock.reason
         self.tier = CpuTier(capacity_bytes=settings.cpu_capacity, slab_bytes=settings.slab_bytes, page_lock=page_lock)
         self._mover = Mover(num_threads=settings.copy_threads, checksums=settings.checksums)
+        self._transfers: Transfers | None = None
+        if settings.ucx_device:
+            self._transfers = Transfers(
+                device=settings.ucx_device,
+                num_threads=settings.copy_threads,
+                patience_s=SILENT_HEARTBEATS * settings.heartbeat_s,
+            )
         self._journal = Journal(self.boot_id)
         self.store = Store(
             self.tier,
@@ -75,6 +83,7 @@ class Daemon:
         self.service = StoreService(
             self.store,
             self._mover,
+            self._transfers,
             settings,
             boot_id=self.boot_id,
             shm_path=str(self._shm_path),
@@ -137,6 +146,8 @@ class Daemon:
         await asyncio.gather(self._reaper, self._expiry, return_exceptions=True)
         self._descriptors.close()
         await asyncio.to_thread(self._mover.close)
+        if self._transfers is not None:
+            await asyncio.to_thread(self._transfers.close)
         await self._beside.stop(self.settings.stop_timeout_s)
         if self._metrics is not None:  # until now, so that a flush can be watched
             await asyncio.to_thread(self._metrics.close)
@@ -232,11 +243,15 @@ class Daemon:
             threads=settings.copy_threads,
             code="compiled" if memory.IS_NATIVE else "Python, slower: there was no C compiler at install",
         )
-        log.info("transport: ucx is off", why="it comes with a later release; clients must be on this host")
+        if self._transfers is None:
+            log.info("transport: ucx is off", why="ucx_device is not set; clients must be on this host")
+        else:
+            why = "the control path and the data path are open to this network: trust it, or close it to others"
+            log.info("transport: ucx is on", device=self._transfers.device, why=why)
         log.info("integrity", checksums="xxh3 at ingest" if settings.checksums else "off: for benchmarks only")
         log.info(
             "access",
-            tokens="asked for" if settings.tokens else "none asked for: loopback and unix socket only",
+            tokens="asked for" if settings.tokens else f"none asked for: who reaches {self.addresses} is let in",
         )
 
 

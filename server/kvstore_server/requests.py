@@ -3,7 +3,7 @@
 Most are answered at once; those that read or write many bytes go on beside the reader, a bounded number at a time.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,14 +20,17 @@ from kvstore.errors import (
     WriterFailed,
 )
 from kvstore.transport.shm import MAX_CALL_COPY_BYTES
-from kvstore.types import HASH_BYTES, AnyArray, BlockHash, HashArray, IntArray, SlabId
+from kvstore.transport.ucx import Op
+from kvstore.types import HASH_BYTES, AnyArray, BlockHash, ByteArray, HashArray, IntArray, SlabId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import MAX_LEASE_BYTES, pack_u32, pack_u64, status_of, unpack_hashes, unpack_u32, unpack_u64
 from kvstore_server.connection import Connection, bug_of
+from kvstore_server.delivery import delivered, plan_delivery
 from kvstore_server.level import State
 from kvstore_server.mover import Mover
 from kvstore_server.store import Store
-from kvstore_server.values import Intake, Space
+from kvstore_server.transfers import Peer, Transfers
+from kvstore_server.values import Delivery, Intake, Pieces, RemoteRegion, Space
 
 log = structlog.get_logger()
 
@@ -38,10 +41,11 @@ CALLABLE: Final = ("match", "prefetch", "load", "release", "store", "store_part"
 class Requests:
     """The requests that sessions make of one store. While `draining`, nothing new is taken in."""
 
-    def __init__(self, store: Store, mover: Mover, *, checksums: bool) -> None:
+    def __init__(self, store: Store, mover: Mover, transfers: Transfers | None, *, checksums: bool) -> None:
         self.draining = False
         self._store = store
         self._mover = mover
+        self._transfers = transfers
         self._checksums = checksums
         self._handlers: dict[str, Callable[[Connection, int, Any], pb.ServerMessage | None]] = {
             "match": self._match,
@@ -51,13 +55,15 @@ class Requests:
             "commit": self._commit,
             "abort": self._abort,
             "release": self._release,
-            "drop_regions": self._drop_regions,
             "slabs_dropped": self._slabs_dropped,
             "ping": self._ping,
         }
         self._starters: dict[str, Callable[[Connection, int, Any], Awaitable[None]]] = {
             "store_part": self._store_part,
             "verify": self._verify,
+            "drop_regions": self._drop_regions,
+            "register_region": self._register_region,
+            "fetch": self._fetch,
         }
 
     async def handle(self, connection: Connection, message: pb.ClientMessage) -> None:
@@ -159,14 +165,94 @@ class Requests:
         await connection.start(self._take_in(connection, request_id, intake), request_id=request_id, bounded=True)
 
     async def _take_in(self, connection: Connection, request_id: int, intake: Intake) -> None:
-        num_committed = await connection.finish(self._bring_in(intake))
+        num_committed = await connection.finish(self._bring_in(connection, intake))
         reply = _taken_in(intake, num_committed)
         reply.request_id = request_id
         await connection.send(reply)
 
-    async def _bring_in(self, intake: Intake) -> int:
-        checksums = await self._mover.take_in(intake.copies)
+    async def _bring_in(self, connection: Connection, intake: Intake) -> int:
+        """Raises: StoreUnavailable, if the client's memory cannot be reached; its blocks are given up then."""
+        copies = intake.copies
+        if isinstance(copies.region, RemoteRegion):
+            slabs = self._store.tier.mappings(intake.slots)
+            try:
+                await self._move(Op.READ, connection, copies.region, copies.pieces, slabs)
+                checksums = await self._mover.hash(copies.targets, copies.sizes)
+            except BaseException:
+                self._store.parts_lost(intake)
+                raise
+        else:
+            checksums = await self._mover.take_in(copies)
         return self._store.parts_arrived(intake, checksums)
+
+    async def _move(
+        self, op: Op, connection: Connection, region: RemoteRegion, pieces: Pieces, slabs: list[ByteArray]
+    ) -> None:
+        transfers, peer = self._reach(connection)
+        await transfers.move(op, peer, region, pieces, slabs)
+
+    def _reach(self, connection: Connection) -> tuple[Transfers, Peer]:
+        if self._transfers is None or connection.peer is None:
+            raise Unsupported("ucx: this daemon offers none; set ucx_device in its configuration")
+        return self._transfers, connection.peer
+
+    async def _fetch(self, connection: Connection, request_id: int, request: pb.Fetch) -> None:
+        region = connection.session.remote_region(request.region)
+        delivery = plan_delivery(
+            connection.session.space,
+            self._store.tier,
+            unpack_hashes(request.hashes),
+            generations=unpack_u64(request.generations, name="generations"),
+            parts=unpack_u32(request.parts, name="parts"),
+            region=region,
+            offsets=unpack_u64(request.offsets, name="offsets"),
+        )
+        work = self._bring_out(connection, request_id, region, delivery)
+        await connection.start(work, request_id=request_id, bounded=True)
+
+    async def _bring_out(
+        self, connection: Connection, request_id: int, region: RemoteRegion, delivery: Delivery
+    ) -> None:
+        errors = await connection.finish(self._deliver(connection, region, delivery))
+        fetched = pb.Fetched(errors=[pb.BlockError(index=at, status=status_of(error)) for at, error in errors.items()])
+        if self._checksums:
+            fetched.checksums = pack_u64(delivery.checksums.ravel())
+        await connection.send(pb.ServerMessage(request_id=request_id, fetched=fetched))
+
+    async def _deliver(
+        self, connection: Connection, region: RemoteRegion, delivery: Delivery
+    ) -> dict[int, KVStoreError]:
+        slabs = self._store.tier.mappings(delivery.slots)
+        try:
+            await self._move(Op.WRITE, connection, region, delivery.pieces, slabs)
+        finally:
+            errors = delivered(delivery)
+        return errors
+
+    async def _register_region(self, connection: Connection, request_id: int, request: pb.RegisterRegion) -> None:
+        self._reach(connection)
+        connection.session.check_region(request.region, request.size_bytes)
+        if not (request.size_bytes and request.address and request.address + request.size_bytes < 1 << 63):
+            raise InvalidRequest(
+                f"region {request.region}: expected an address and a size above 0 and below 2**63, got "
+                f"{request.size_bytes} bytes at {request.address:#x}; correct it"
+            )
+        region = RemoteRegion(request.region, request.address, request.size_bytes)
+        connection.session.add_region(request.region, region)  # so that its id and its bytes are taken
+        work = self._add_region(connection, request_id, region, request.metadata)
+        await connection.start(work, request_id=request_id, bounded=True)
+
+    async def _add_region(self, connection: Connection, request_id: int, region: RemoteRegion, metadata: bytes) -> None:
+        transfers, peer = self._reach(connection)
+        reply = pb.ServerMessage(region_registered=pb.RegionRegistered())
+        try:
+            await connection.finish(transfers.add(peer, metadata, region))
+        except KVStoreError as error:
+            connection.session.drop_regions([region.number])
+            log.warning("region refused", error=str(error), session=connection.session.id)
+            reply = pb.ServerMessage(status=status_of(error))
+        reply.request_id = request_id
+        await connection.send(reply)
 
     def _take_in_now(self, connection: Connection, request: pb.StorePart) -> pb.ServerMessage:
         """Raises: Unsupported, if that would keep everybody waiting."""
@@ -175,6 +261,8 @@ class Requests:
         size_bytes = len(request.blocks) // 4 * int(sizes[parts[parts < len(sizes)]].sum())
         if size_bytes > MAX_CALL_COPY_BYTES:
             raise Unsupported(f"call: a StorePart of at most {MAX_CALL_COPY_BYTES} bytes, got {size_bytes}; stream it")
+        if connection.session.is_remote(request.region):
+            raise Unsupported("call: a StorePart from a region of this host, got one of another; stream it")
         intake = _plan(connection, request)
         return _taken_in(intake, self._store.parts_arrived(intake, self._mover.take_in_now(intake.copies)))
 
@@ -236,9 +324,16 @@ class Requests:
         differ: AnyArray = (found.reshape(expected.shape) != expected).any(axis=1)
         return differ
 
-    def _drop_regions(self, connection: Connection, _: int, request: pb.DropRegions) -> pb.ServerMessage:
+    async def _drop_regions(self, connection: Connection, request_id: int, request: pb.DropRegions) -> None:
         connection.session.drop_regions(request.regions)
-        return pb.ServerMessage(regions_dropped=pb.RegionsDropped())
+        work = self._say_dropped(connection, request_id, request.regions)
+        await connection.start(work, request_id=request_id)
+
+    async def _say_dropped(self, connection: Connection, request_id: int, regions: Sequence[int]) -> None:
+        if connection.peer is not None:
+            await connection.peer.quiet(regions)
+        reply = pb.ServerMessage(request_id=request_id, regions_dropped=pb.RegionsDropped())
+        await connection.send(reply)
 
     def _slabs_dropped(self, connection: Connection, _: int, request: pb.SlabsDropped) -> None:
         for slab in request.slabs:

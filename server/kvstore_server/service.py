@@ -39,6 +39,7 @@ from kvstore_server.mover import Mover
 from kvstore_server.requests import Requests
 from kvstore_server.session import Session as ClientSession
 from kvstore_server.store import Store
+from kvstore_server.transfers import Peer, Transfers
 
 log = structlog.get_logger()
 
@@ -55,6 +56,7 @@ class StoreService:
         self,
         store: Store,
         mover: Mover,
+        transfers: Transfers | None,
         settings: Settings,
         *,
         boot_id: BootId,
@@ -63,7 +65,9 @@ class StoreService:
         clock: Callable[[], float],
     ) -> None:
         self.connections: dict[SessionId, Connection] = {}
-        self._requests = Requests(store, mover, checksums=settings.checksums)
+        self._requests = Requests(store, mover, transfers, checksums=settings.checksums)
+        self._transfers = transfers
+        self._leaving: set[asyncio.Task[None]] = set()  # peers whose transfers are not over
         self._store = store
         self._settings = settings
         self._boot_id = boot_id
@@ -122,6 +126,10 @@ class StoreService:
         self.connections.pop(connection.session.id, None)
         await connection.stop()
         connection.session.end()
+        if self._transfers is not None and connection.peer is not None:
+            leaving = asyncio.create_task(self._transfers.remove(connection.peer))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
         space = connection.session.space
         if not any(other.session.space is space for other in self.connections.values()):
             self._store.close_space_if_empty(space)
@@ -159,23 +167,27 @@ class StoreService:
             max_region_bytes=self._settings.max_region_bytes,
         )
         connection = Connection(session, context, now=self._clock(), told=told)
+        if self._transfers is not None:
+            connection.peer = Peer(connection.stop_reading)
         self.connections[session.id] = connection
         self._store.counters.sessions_opened += 1
         log.info("session opened", session=session.id, client=session.name, namespace=spec.namespace.hex()[:12])
         try:
-            await connection.send(pb.ServerMessage(request_id=first.request_id, welcome=self._welcome(session)))
+            await connection.send(pb.ServerMessage(request_id=first.request_id, welcome=self._welcome(connection)))
         except BaseException:
             await self._close(connection)
             raise
         return connection
 
-    def _welcome(self, session: ClientSession) -> pb.Welcome:
+    def _welcome(self, connection: Connection) -> pb.Welcome:
+        session, peer = connection.session, connection.peer
         return pb.Welcome(
             boot_id=self._boot_id,
             session_id=session.id,
             namespace=session.space.namespace,
             heartbeat_ms=int(self._settings.heartbeat_s * 1000),
             shm=pb.ShmOffer(socket_path=self._shm_path, ticket=session.ticket),
+            ucx=None if peer is None else pb.UcxOffer(agent_name=peer.name),
             limits=pb.Limits(
                 max_hashes=MAX_HASHES,
                 max_message_bytes=MAX_MESSAGE_BYTES,

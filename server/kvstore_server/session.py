@@ -12,7 +12,7 @@ from kvstore.errors import BlockMissing, InvalidRequest, StoreFull
 from kvstore.transport.shm import TICKET_BYTES
 from kvstore.types import BlockHash, ByteArray, HashArray, IntArray, Outcome, SessionId, WriteId
 from kvstore_server.store import Store
-from kvstore_server.values import Found, Intake, Loaded, Space, Write
+from kvstore_server.values import Found, Intake, Loaded, RemoteRegion, Space, Write
 from kvstore_server.writes import Follow
 
 MAX_LEASES: Final = 65_536
@@ -44,7 +44,7 @@ class Session:
         self._leases: dict[str, list[IntArray]] = {}
         self._writes: dict[WriteId, Write] = {}
         self._waiting: list[Write] = []  # committed by this writer, while other ranks owe parts
-        self._regions: dict[int, ByteArray] = {}
+        self._regions: dict[int, ByteArray | RemoteRegion] = {}
 
     def __repr__(self) -> str:
         return (
@@ -66,7 +66,9 @@ class Session:
 
     @property
     def region_bytes(self) -> int:
-        return sum(region.size for region in self._regions.values())
+        return sum(
+            region.size_bytes if isinstance(region, RemoteRegion) else region.size for region in self._regions.values()
+        )
 
     # Reading.
 
@@ -128,9 +130,7 @@ class Session:
         self, write_id: int, *, blocks: IntArray, parts: IntArray, region: int, offsets: IntArray
     ) -> Intake:
         """What to copy. Raises: BlockMissing, for an unknown write or region; InvalidRequest, as the store does."""
-        memory = self._regions.get(region)
-        if memory is None:
-            raise BlockMissing(f"region {region}: expected one registered by this session; register it first")
+        memory = self._region(region)
         return self._store.plan_intake(
             self._write(write_id), blocks=blocks, parts=parts, region=memory, offsets=offsets
         )
@@ -179,8 +179,25 @@ class Session:
                 f"{self.region_bytes + size_bytes}; drop regions, or raise max_region_bytes in the configuration"
             )
 
-    def add_region(self, region: int, memory: ByteArray) -> None:
+    def add_region(self, region: int, memory: ByteArray | RemoteRegion) -> None:
         self._regions[region] = memory
+
+    def is_remote(self, region: int) -> bool:
+        """Whether it is a region of another host."""
+        return isinstance(self._regions.get(region), RemoteRegion)
+
+    def remote_region(self, region: int) -> RemoteRegion:
+        """Raises: BlockMissing, if it is unknown; InvalidRequest, if it is on this host."""
+        memory = self._region(region)
+        if not isinstance(memory, RemoteRegion):
+            raise InvalidRequest(f"region {region}: expected one registered with RegisterRegion, got one of this host")
+        return memory
+
+    def _region(self, region: int) -> ByteArray | RemoteRegion:
+        memory = self._regions.get(region)
+        if memory is None:
+            raise BlockMissing(f"region {region}: expected one registered by this session; register it first")
+        return memory
 
     def drop_regions(self, regions: Sequence[int]) -> None:
         """Copies under way keep the memory mapped until they are done."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from kvstore.errors import BlockMissing, InvalidRequest, KVStoreError, StoreFull, Unsupported, WriterFailed
 from kvstore.spec import KVSpec
-from kvstore.transport.memory import address_of
 from kvstore.types import (
     AnyArray,
     BlockHash,
@@ -25,14 +24,25 @@ from kvstore.types import (
     WriteId,
 )
 from kvstore_server.eviction import Ticks
+from kvstore_server.grid import ranges_of, set_of, within
 from kvstore_server.index import Index
 from kvstore_server.level import State
 from kvstore_server.lower import Lower
 from kvstore_server.room import Room
 from kvstore_server.table import NONE
 from kvstore_server.tiers.cpu import CpuTier, slabs_and_places
-from kvstore_server.values import Change, Copies, Counters, Intake, Loaded, Space, Write, change_of
-from kvstore_server.writes import Follow, Pending, mask_of, parts_of
+from kvstore_server.values import (
+    Change,
+    Copies,
+    Counters,
+    Intake,
+    Loaded,
+    RemoteRegion,
+    Space,
+    Write,
+    change_of,
+)
+from kvstore_server.writes import Follow, Pending, parts_of
 
 
 class Store:
@@ -160,7 +170,7 @@ class Store:
 
         `parts` are those that the writer delivers; none: all. Raises: InvalidRequest, if one does not exist.
         """
-        claimed = _set_of(parts, space) if parts else space.all_parts
+        claimed = set_of(parts, space) if parts else space.all_parts
         if len(set(hashes.tolist())) != len(hashes):
             raise InvalidRequest("hashes: expected each block once, got one twice; store each block once")
         self._last_write += 1
@@ -206,26 +216,23 @@ class Store:
         space.index.touch(rows)
 
     def plan_intake(
-        self, write: Write, *, blocks: IntArray, parts: IntArray, region: ByteArray, offsets: IntArray
+        self,
+        write: Write,
+        *,
+        blocks: IntArray,
+        parts: IntArray,
+        region: ByteArray | RemoteRegion,
+        offsets: IntArray,
     ) -> Intake:
-        """The copies that bring the grid blocks x parts in. Each block must be `parts_arrived` afterwards.
+        """The copies that bring the grid blocks x parts in. They must have `parts_arrived`, or be lost, afterwards.
 
         Raises: InvalidRequest, if anything is out of range, not reserved by this write, or was sent before;
         nothing is changed then. Blocks that were given up meanwhile are left out.
         """
-        if len(offsets) != len(blocks) * len(parts) or not len(offsets):
-            raise InvalidRequest(
-                f"offsets: expected {len(blocks)} blocks x {len(parts)} parts, at least one, got {len(offsets)}"
-            )
         numbers: list[int] = parts.tolist()
-        wanted = _set_of(numbers, write.space)
-        ranges = [write.space.part_ranges[part] for part in numbers]
-        sizes = [size for _, size in ranges]
-        # Compared so that no sum can overflow: an offset may be anything below 2**63.
-        if (offsets.reshape(len(blocks), len(parts)) > region.size - np.array(sizes, np.int64)).any():
-            raise InvalidRequest(
-                f"offsets: expected parts within the region of {region.size} bytes, got offsets up to {offsets.max()}"
-            )
+        wanted = set_of(numbers, write.space)
+        begins, sizes = ranges_of(numbers, write.space)
+        remote = within(region, offsets, num_blocks=len(blocks), sizes=sizes)
         taken: list[Pending | None] = []
         for block in blocks.tolist():
             pending = write.pending.get(block)
@@ -242,14 +249,13 @@ class Store:
             write.space.writes.take(pending, writer=write.id, parts=wanted)
         kept = np.array([taking is not None for taking in taken])
         slots = np.array([pending.slot for pending in pendings], np.int64)
-        begins = np.array([begin for begin, _ in ranges], np.int64)
         copies = Copies(
             targets=(self.tier.addresses(slots)[:, None] + begins).ravel(),
-            sources=(offsets.reshape(len(blocks), len(parts))[kept] + address_of(region)).ravel(),
-            sizes=np.tile(np.array(sizes, np.int64), len(pendings)),
+            sources=remote[kept].ravel(),
+            sizes=np.tile(sizes, len(pendings)),
             region=region,
         )
-        self.counters.bytes_stored += sum(sizes) * len(pendings)
+        self.counters.bytes_stored += int(sizes.sum()) * len(pendings)
         return Intake(write, copies, pendings, slots, numbers, wanted, taken.count(None))
 
     def parts_arrived(self, intake: Intake, checksums: AnyArray) -> int:
@@ -265,6 +271,16 @@ class Store:
                 complete.append(pending)
         self._commit(space, complete)
         return len(complete)
+
+    def parts_lost(self, intake: Intake) -> None:
+        """The copies have failed half way, and none is under way: the blocks are given up."""
+        space = intake.write.space
+        for pending in intake.blocks:
+            space.writes.drop(pending, intake.mask)
+            if pending.given_up:
+                self._free_if_idle(pending)
+            else:
+                self._give_up(space, pending)
 
     def _commit(self, space: Space, complete: list[Pending]) -> None:
         if not complete:
@@ -356,11 +372,3 @@ class Store:
         for space in self.spaces.values():
             space.index.validate()
             assert space.index.count(State.WRITING) + space.index.count(State.RISING) == len(space.writes)
-
-
-def _set_of(parts: Sequence[int], space: Space) -> int:
-    """The parts as a set. Raises: InvalidRequest, if one does not exist or comes twice."""
-    num_parts = space.spec.num_parts
-    if len(set(parts)) != len(parts) or not all(part < num_parts for part in parts):
-        raise InvalidRequest(f"parts: expected different ones from 0 to {num_parts - 1}, got {parts[:8]}")
-    return mask_of(parts)

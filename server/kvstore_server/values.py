@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kvstore.errors import KVStoreError
 from kvstore.spec import KVSpec
 from kvstore.transport.shm import SlabLayout
-from kvstore.types import ByteArray, HashArray, IntArray, Location, Namespace, Outcome, WriteId
+from kvstore.types import AnyArray, ByteArray, HashArray, IntArray, Location, Namespace, Outcome, WriteId
 from kvstore_server.index import Beside, Index
 from kvstore_server.writes import Pending, Writes
 
@@ -70,13 +70,36 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteRegion:
+    """Memory of a client on another host: where it begins there."""
+
+    number: int
+    address: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Bytes that move between hosts: `sizes[i]` at `local[i]` in slots, and at `remote[i]` in a client's region."""
+
+    local: IntArray
+    remote: IntArray
+    sizes: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class Copies:
     """Bytes to take in: `sizes[i]` at address `sources[i]`, which is in `region`, to `targets[i]`, in slots in use."""
 
     targets: IntArray
     sources: IntArray
     sizes: IntArray
-    region: ByteArray  # stays mapped as long as this refers to it
+    region: ByteArray | RemoteRegion  # stays mapped as long as this refers to it
+
+    @property
+    def pieces(self) -> Pieces:
+        """The same from another host."""
+        return Pieces(self.targets, self.sources, self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +116,24 @@ class Intake:
     parts: list[int]
     mask: int
     num_left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Parts to bring to a client on another host: the grid blocks x parts, but for blocks with an error.
+
+    The blocks are leased until that is done. `checksums` is `[n, len(parts)]`, of all blocks of the request.
+    """
+
+    space: Space
+    hashes: HashArray  # of the request
+    positions: IntArray  # in the request, of the blocks that go
+    rows: IntArray
+    slots: IntArray
+    generations: IntArray
+    pieces: Pieces
+    checksums: AnyArray
+    errors: dict[int, KVStoreError]
 
 
 class Found(NamedTuple):

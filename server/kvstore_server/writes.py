@@ -111,6 +111,10 @@ class Writes:
             follow.arrived.extend((index, part) for part in parts_of(parts))
             follow.wake()
 
+    def drop(self, pending: Pending, parts: int) -> None:
+        """The copies of these parts, of one `take`, have failed: none is under way."""
+        pending.taking &= ~parts
+
     def is_complete(self, pending: Pending) -> bool:
         return pending.arrived == pending.all_parts and not pending.given_up
 

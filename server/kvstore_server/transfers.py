@@ -1,0 +1,253 @@
+"""Moves bytes between the daemon's slots and the memory of clients on other hosts, by ucx; decides nothing.
+
+Threads post pieces of a movement and poll those under way, sleeping in between; the loop never waits for the library.
+A piece that was posted is polled until it is over, whatever becomes of its session: only then is its memory quiet. So
+a peer that stops, and neither goes on nor breaks off, keeps up to `PEER_BYTES` of slots from being used again.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from typing import Final
+
+import numpy as np
+import structlog
+
+from kvstore.errors import KVStoreError, StoreBug, StoreUnavailable
+from kvstore.transport.memory import address_of
+from kvstore.transport.ucx import Agent, Op, Transfer, cut
+from kvstore.types import AnyArray, ByteArray, IntArray
+from kvstore_server.threads import in_thread
+from kvstore_server.values import Pieces, RemoteRegion
+
+log = structlog.get_logger()
+
+POST_BYTES: Final = 8 << 20  # of one piece: a post keeps others from posting while it copies
+POST_DESCRIPTORS: Final = 128
+PEER_POSTS: Final = 4  # under way with one peer
+PEER_BYTES: Final = PEER_POSTS * POST_BYTES
+FIRST_SLEEP_S: Final = 20e-6
+LONGEST_SLEEP_S: Final = 1e-3
+
+
+class Peer:
+    """One client's agent: its name, what is under way with it, and whether it is to be left alone."""
+
+    def __init__(self, on_broken: Callable[[str], None]) -> None:
+        self.name = secrets.token_hex(16)
+        self.over = ""  # why nothing new is posted
+        self._on_broken = on_broken
+        self.turns = asyncio.Semaphore(PEER_POSTS)
+        self.moves: dict[int, set[asyncio.Future[None]]] = {}  # by region
+
+    def __repr__(self) -> str:
+        state = self.over or f"{sum(map(len, self.moves.values()))} movements"
+        return f"<Peer {self.name[:8]} [{state}]>"
+
+    def give_up(self, reason: str) -> None:
+        """Nothing new is posted; unless that was so already, the session is told to end."""
+        if not self.over:
+            self.over = reason
+            self._on_broken(reason)
+
+    async def quiet(self, regions: Sequence[int]) -> None:
+        """No movement that was under way with these regions touches them any more."""
+        moves = [move for region in regions for move in self.moves.get(region, ())]
+        await asyncio.gather(*moves, return_exceptions=True)
+
+
+class Transfers:
+    """The daemon's agent on one network device, and `num_threads` that drive it.
+
+    A peer with which something is under way for `patience_s` is given up.
+
+    Raises: Unsupported, if NIXL is not installed or the device cannot be used.
+    """
+
+    def __init__(self, *, device: str, num_threads: int, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._agent = Agent(secrets.token_hex(16), device=device, num_workers=num_threads)
+        self._drivers = [_Driver(number) for number in range(num_threads)]
+        self._registered: dict[int, asyncio.Future[None]] = {}  # by address
+        self._next = 0
+
+    @property
+    def device(self) -> str:
+        return self._agent.device
+
+    async def add(self, peer: Peer, metadata: bytes, region: RemoteRegion) -> None:
+        """The region of this peer can be moved to and from. Raises: InvalidRequest, as the agent does."""
+        await in_thread(
+            self._agent.add_peer,
+            peer.name,
+            metadata,
+            address=region.address,
+            size_bytes=region.size_bytes,
+            device_id=region.number,
+        )
+
+    async def move(self, op: Op, peer: Peer, region: RemoteRegion, pieces: Pieces, slabs: Sequence[ByteArray]) -> None:
+        """All pieces have moved, and nothing of them is under way. Must not be cancelled.
+
+        `slabs` is the memory on this side. Raises: StoreUnavailable, if the peer is gone or the session ended, after
+        all that was posted is over.
+        """
+        move = asyncio.get_running_loop().create_future()
+        peer.moves.setdefault(region.number, set()).add(move)
+        try:
+            for slab in slabs:
+                await self._register(slab)
+            local, remote, sizes = cut(pieces.local, pieces.remote, pieces.sizes, base=region.address)
+            jobs = [self._post(op, peer, region, local[job], remote[job], sizes[job]) for job in _posts(sizes)]
+            failures = [one for one in await asyncio.gather(*jobs, return_exceptions=True) if one is not None]
+            if failures:
+                raise failures[0]
+        finally:
+            peer.moves[region.number].discard(move)
+            move.set_result(None)
+
+    async def remove(self, peer: Peer) -> None:
+        """The agent knows the peer no more; whatever was under way with it is over."""
+        peer.over = peer.over or "its session has ended"
+        await peer.quiet(list(peer.moves))
+        await in_thread(self._agent.remove_peer, peer.name)
+
+    def close(self) -> None:
+        """Nothing is under way, and threads and connections are gone. Blocks."""
+        for driver in self._drivers:
+            driver.stop()
+        self._agent.close()
+
+    async def _post(
+        self, op: Op, peer: Peer, region: RemoteRegion, local: IntArray, remote: IntArray, sizes: IntArray
+    ) -> None:
+        async with peer.turns:
+            if peer.over:
+                raise StoreUnavailable(f"transfer: not begun, as {peer.over}")
+
+            def begin() -> Transfer:
+                return self._agent.begin(
+                    op, peer.name, local=local, remote=remote, sizes=sizes, device_id=region.number
+                )
+
+            self._next += 1
+            stuck = f"the data path to the client did not move for {self._patience_s:g} s; check the network"
+            timer = asyncio.get_running_loop().call_later(self._patience_s, peer.give_up, stuck)
+            try:
+                await self._drivers[self._next % len(self._drivers)].drive(begin)
+            except StoreUnavailable as error:
+                peer.give_up(str(error))
+                raise
+            finally:
+                timer.cancel()
+
+    async def _register(self, slab: ByteArray) -> None:
+        """The slab is registered, until it is unmapped."""
+        address = address_of(slab)
+        done = self._registered.get(address)
+        if done is None:
+            done = self._registered[address] = asyncio.ensure_future(
+                in_thread(self._agent.register, address, slab.size)
+            )
+            weakref.finalize(slab, self._unregister, address).atexit = False
+        try:
+            await asyncio.shield(done)
+        except KVStoreError:
+            self._registered.pop(address, None)
+            raise
+
+    def _unregister(self, address: int) -> None:
+        """Before the memory is unmapped, in whatever thread drops it."""
+        self._registered.pop(address, None)
+        self._agent.deregister(address)
+
+
+class _Driver:
+    """One thread, which begins transfers and polls them until they are over."""
+
+    def __init__(self, number: int) -> None:
+        self._wanted: SimpleQueue[tuple[Callable[[], Transfer], asyncio.Future[None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kvstore-ucx-{number}", daemon=True)
+        self._thread.start()
+
+    async def drive(self, begin: Callable[[], Transfer]) -> None:
+        """The transfer is over. Raises: what `begin` and `Transfer.poll` do."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wanted.put((begin, done))
+        await asyncio.shield(done)
+
+    def stop(self) -> None:
+        """The thread is gone; what it drove is left as it is."""
+        self._wanted.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        under_way: list[tuple[Transfer, asyncio.Future[None]]] = []
+        sleep_s = FIRST_SLEEP_S
+        while True:
+            try:
+                while (wanted := self._wanted.get(block=not under_way)) is not None:
+                    begin, done = wanted
+                    with _reported(done):
+                        under_way.append((begin(), done))
+                    sleep_s = FIRST_SLEEP_S
+                    if self._wanted.empty():
+                        break
+                if wanted is None:
+                    return
+            except Empty:
+                pass
+            left = []
+            for transfer, done in under_way:
+                is_over = True
+                with _reported(done):
+                    is_over = transfer.poll()
+                if not is_over:
+                    left.append((transfer, done))
+                    continue
+                transfer.release()
+                _settle(done, None)
+            if len(left) == len(under_way) and left:
+                time.sleep(sleep_s)
+                sleep_s = min(1.5 * sleep_s, LONGEST_SLEEP_S)
+            else:
+                sleep_s = FIRST_SLEEP_S
+            under_way = left
+
+
+@contextlib.contextmanager
+def _reported(done: "asyncio.Future[None]") -> Iterator[None]:
+    """What goes wrong is told to whoever waits."""
+    try:
+        yield
+    except KVStoreError as error:
+        _settle(done, error)
+    except Exception as error:  # or whoever waits would wait for ever
+        log.exception("transfer failed: this is a bug of the store")
+        _settle(done, StoreBug(f"transfer: {type(error).__name__}: {error}; report it"))
+
+
+def _settle(done: "asyncio.Future[None]", error: KVStoreError | None) -> None:
+    def settle() -> None:
+        if not done.done():
+            done.set_result(None) if error is None else done.set_exception(error)
+
+    with contextlib.suppress(RuntimeError):  # the loop was closed
+        done.get_loop().call_soon_threadsafe(settle)
+
+
+def _posts(sizes: AnyArray) -> Iterator[slice]:
+    """Runs of pieces of at most POST_BYTES and POST_DESCRIPTORS."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(sizes):
+        before = ends[first] - sizes[first]
+        last = int(np.searchsorted(ends, before + POST_BYTES, side="right"))
+        last = min(max(first + 1, last), first + POST_DESCRIPTORS)
+        yield slice(first, last)
+        first = last
