@@ -28,7 +28,7 @@ class Exchange:
         self._most_bytes = 0  # of a datagram
         self._buffer = bytearray(Reply.MAX_BYTES)
         self._unreachable = not socket_path
-        self._refusal = ""  # why it is not to be used
+        self.no_other = ""  # why there is no other transport, for those who cannot reach this one
         self._closed = False
 
     def probe(self, *, deadline: float) -> None:
@@ -42,10 +42,6 @@ class Exchange:
                     self._connect(deadline)
                 except OSError as error:
                     raise Unsupported(f"shm socket {self._path}: {error}; it is no socket of a daemon") from None
-
-    def refuse(self, reason: str) -> None:
-        """Whoever needs the socket gets this reason, as Unsupported."""
-        self._refusal = reason
 
     def slab(self, number: int, *, deadline: float) -> tuple[int, int]:
         """(descriptor, number of slots) of a slab; the caller owns the descriptor.
@@ -151,10 +147,8 @@ class Exchange:
     def _connect(self, deadline: float) -> socket.socket:
         if self._closed:
             raise StoreUnavailable("shm socket: the session has ended; the client reconnects")
-        if self._refusal:
-            raise Unsupported(self._refusal)
         if not self._path:
-            raise Unsupported("shared memory: the daemon offers none; run the daemon with shared memory on this host")
+            raise self._out_of_reach("shared memory: the daemon offers none; run one with shared memory on this host")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, Request.MAX_BYTES)  # the kernel may give less
@@ -164,14 +158,14 @@ class Exchange:
         except NotAuthenticated:
             connection.close()
             self._unreachable = True
-            raise Unsupported(
+            raise self._out_of_reach(
                 f"shm socket {self._path}: expected the socket of this daemon, got that of another one, which is "
                 "on this host alone"
             ) from None
         except (FileNotFoundError, PermissionError) as error:
             connection.close()
             self._unreachable = True
-            raise Unsupported(
+            raise self._out_of_reach(
                 f"shm socket {self._path}: expected to reach the daemon's socket from here, got: "
                 f"{error.strerror}; run the client on the daemon's host, mount the directory of that path at "
                 "the same place in its container, and give its user access"
@@ -183,6 +177,9 @@ class Exchange:
         self._most_bytes = min(granted - OVERHEAD_BYTES, Request.MAX_BYTES)
         self._socket = connection
         return connection
+
+    def _out_of_reach(self, why: str) -> Unsupported:
+        return Unsupported(f"{why}; {self.no_other}" if self.no_other else why)
 
     def _hang_up(self) -> None:
         if self._socket is not None:

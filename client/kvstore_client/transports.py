@@ -41,7 +41,7 @@ def choose(session: Session, address: str, options: ClientOptions) -> None:
     except Unsupported as error:
         if options.transport == "ucx":
             raise
-        session.exchange.refuse(f"no transport: {why_not_shm}; and {error}")
+        session.exchange.no_other = f"nor is there another transport: {error}"
         _log.warning("transport: none; loads and stores will be refused: %s; %s", why_not_shm, error)
         return
     _log.info("transport: ucx on %s, because of %s", device, why_not_shm)

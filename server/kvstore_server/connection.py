@@ -79,8 +79,13 @@ class Connection:
         """The work is done; it goes on to its end even if the caller is cancelled, and `stop` waits for it."""
         job = asyncio.create_task(work)
         self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
+        job.add_done_callback(self._forget)
         return await asyncio.shield(job)
+
+    def _forget(self, job: asyncio.Task[Any]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled():
+            job.exception()  # the caller hears of it, if it is still there
 
     async def stop(self) -> None:
         """No task of this connection runs any more, and copies have been waited for.

@@ -29,7 +29,8 @@ def stop(word: str) -> None:
 
 
 def connect(address: str, fields: dict) -> KVClient:
-    client = KVClient(address, spec(**fields), options=ClientOptions(name="child", timeout_s=TIMEOUT_S))
+    options = ClientOptions(name="child", timeout_s=TIMEOUT_S, transport=sys.argv[3])
+    client = KVClient(address, spec(**fields), options=options)
     client.wait_ready(TIMEOUT_S)
     return client
 

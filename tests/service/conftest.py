@@ -21,11 +21,19 @@ def check_idle(daemon: DaemonProcess) -> None:
 
 
 @pytest.fixture
-def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., DaemonProcess]]:
+def transport() -> str:
+    """How clients of this test move bytes; a test can be run over all."""
+    return "shm"
+
+
+@pytest.fixture
+def make_daemon(tmp_path_factory: pytest.TempPathFactory, transport: str) -> Iterator[Callable[..., DaemonProcess]]:
     """Starts a daemon. After the test, nothing of its clients is left in it."""
     daemons: list[DaemonProcess] = []
 
     def make(**flags: object) -> DaemonProcess:
+        if transport == "ucx":
+            flags["ucx_device"] = "lo"
         daemons.append(DaemonProcess(tmp_path_factory.mktemp("d"), **flags))
         return daemons[-1].start()
 
@@ -72,11 +80,12 @@ def stack(request: pytest.FixtureRequest) -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def connect(stack: ExitStack) -> Callable[..., KVClient]:
+def connect(stack: ExitStack, transport: str) -> Callable[..., KVClient]:
     """A client that is connected."""
 
     def connect(daemon: DaemonProcess, kv: KVSpec, *, ready: bool = True, **options: Any) -> KVClient:
-        client = KVClient(daemon.address, kv, options=ClientOptions(**{"timeout_s": DEADLINE_S} | options))
+        defaults = {"timeout_s": DEADLINE_S, "transport": transport}
+        client = KVClient(daemon.address, kv, options=ClientOptions(**defaults | options))
         stack.enter_context(closing(client))
         if ready:
             client.wait_ready(DEADLINE_S)
@@ -86,9 +95,9 @@ def connect(stack: ExitStack) -> Callable[..., KVClient]:
 
 
 @pytest.fixture
-def child(stack: ExitStack) -> Callable[..., Child]:
+def child(stack: ExitStack, transport: str) -> Callable[..., Child]:
     def child(scenario: str, **arguments: object) -> Child:
-        return stack.enter_context(closing(Child(scenario, **arguments)))
+        return stack.enter_context(closing(Child(scenario, transport=transport, **arguments)))
 
     return child
 

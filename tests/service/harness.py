@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from builders import rows
 
 from kvstore.spec import KVSpec
+from kvstore.transport import ucx
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
 from kvstore.types import BlockHash, ByteArray, Outcome
 from kvstore.v1 import kvstore_pb2 as pb
@@ -25,6 +27,9 @@ from kvstore.v1.kvstore_pb2_grpc import AdminStub, StoreStub
 from kvstore.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, spec_to_proto
 from kvstore_client import KVClient
 
+NO_UCX = ucx.why_unavailable()
+TRANSPORTS = ["shm", pytest.param("ucx", marks=pytest.mark.skipif(bool(NO_UCX), reason=NO_UCX))]
+over_all_transports = pytest.mark.parametrize("transport", TRANSPORTS)
 DEADLINE_S = 20.0  # of everything that must happen some time: generous, because machines are slow
 CHILD = Path(__file__).with_name("child.py")
 
@@ -155,9 +160,9 @@ class DaemonProcess:
 class Child:
     """A client in a process of its own (child.py): it stops at each step until it is told to go on."""
 
-    def __init__(self, scenario: str, **arguments: object) -> None:
+    def __init__(self, scenario: str, *, transport: str = "auto", **arguments: object) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(CHILD), scenario, json.dumps(arguments)],
+            [sys.executable, str(CHILD), scenario, json.dumps(arguments), transport],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -7,7 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from builders import chain, rows, spec
-from service.harness import DEADLINE_S, DaemonProcess, RawStream, eventually
+from service.harness import DEADLINE_S, DaemonProcess, RawStream, eventually, over_all_transports
 
 from kvstore_client import BlockRows, ClientOptions, KVClient, Outcome, StoreUnavailable
 
@@ -19,6 +19,7 @@ Connect = Callable[..., KVClient]
 MakeDaemon = Callable[..., DaemonProcess]
 
 
+@over_all_transports
 def test_a_killed_daemon_fails_loads_and_stores_at_once_and_clients_come_back_by_themselves(
     daemon: DaemonProcess, connect: Connect
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_killed_daemon_fails_loads_and_stores_at_once_and_clients_come_back_by
     region.close()
 
 
+@over_all_transports
 def test_views_of_a_dead_daemon_are_not_those_of_the_next(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: A3, A17. The next daemon's first slab has the same number; its blocks are read from it, not from
     the mapping of the old."""
@@ -89,6 +91,7 @@ def test_views_of_a_dead_daemon_are_not_those_of_the_next(daemon: DaemonProcess,
     assert (old == DATA[0][:8192]).all(), "the memory of a view stays as long as the view"
 
 
+@over_all_transports
 def test_a_client_made_before_its_daemon_connects_when_it_starts(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: D12."""
     daemon.kill()
@@ -102,6 +105,7 @@ def test_a_client_made_before_its_daemon_connects_when_it_starts(daemon: DaemonP
     assert client.match(HASHES).num_blocks == 0
 
 
+@over_all_transports
 def test_sigterm_ends_the_daemon_with_code_zero_and_no_files_left(daemon: DaemonProcess, connect: Connect) -> None:
     client = connect(daemon, KV)
     with client.store(HASHES) as write:
@@ -171,6 +175,7 @@ def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: pytest.TempPathFacto
     assert "expected a socket or nothing" in daemon.log.read_text()
 
 
+@over_all_transports
 def test_a_daemon_that_stops_answering_is_noticed(make_daemon: MakeDaemon, connect: Connect) -> None:
     """Covers: A15, B1, B3. The process is there and its socket accepts, but nothing comes."""
     daemon = make_daemon(heartbeat_s=0.3)

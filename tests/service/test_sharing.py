@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 from builders import chain, rows, spec
-from service.harness import DaemonProcess, RawStream, eventually, store
+from service.harness import DaemonProcess, RawStream, eventually, over_all_transports, store
 
 from kvstore.hashing import pack
 from kvstore.v1 import kvstore_pb2 as pb
@@ -17,6 +17,7 @@ DATA = rows(KV, HASHES)
 Connect = Callable[..., KVClient]
 
 
+@over_all_transports
 def test_the_second_writer_of_a_block_moves_nothing(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: A1, A20."""
     first, second = connect(daemon, KV), connect(daemon, KV)
@@ -42,6 +43,7 @@ def test_the_second_writer_of_a_block_moves_nothing(daemon: DaemonProcess, conne
     assert (target == DATA).all()
 
 
+@over_all_transports
 def test_a_full_store_of_leased_blocks_refuses_saves_and_goes_on_when_they_are_released(
     make_daemon: Callable[..., DaemonProcess], connect: Connect
 ) -> None:
@@ -74,6 +76,7 @@ def test_a_full_store_of_leased_blocks_refuses_saves_and_goes_on_when_they_are_r
     assert client.match(every, lease="").num_blocks == num_room - 4, "from the end of the chain"
 
 
+@over_all_transports
 def test_a_lease_asked_for_ten_times_is_one_lease(
     daemon: DaemonProcess, connect: Connect, raw: Callable[..., RawStream]
 ) -> None:
@@ -93,6 +96,7 @@ def test_a_lease_asked_for_ten_times_is_one_lease(
     assert stream.ask(release=pb.Release(lease="request")).released.num_blocks == 0
 
 
+@over_all_transports
 def test_two_leases_on_one_block_are_two(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: C2."""
     one, two = connect(daemon, KV), connect(daemon, KV)
@@ -109,6 +113,7 @@ def test_two_leases_on_one_block_are_two(daemon: DaemonProcess, connect: Connect
     assert daemon.stats().blocks_leased == 0
 
 
+@over_all_transports
 def test_a_follow_gets_each_part_as_it_arrives(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: G5. Layer by layer; the last part commits."""
     writer, reader = connect(daemon, KV), connect(daemon, KV)
@@ -130,6 +135,7 @@ def test_a_follow_gets_each_part_as_it_arrives(daemon: DaemonProcess, connect: C
     assert write.commit() == [Outcome.STORED] * 6
 
 
+@over_all_transports
 def test_an_aborted_write_fails_its_followers(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: A5, B7."""
     writer, reader = connect(daemon, KV), connect(daemon, KV)
@@ -144,6 +150,7 @@ def test_an_aborted_write_fails_its_followers(daemon: DaemonProcess, connect: Co
     assert daemon.stats().tiers[0].used_bytes == 0
 
 
+@over_all_transports
 def test_a_block_of_two_ranks_is_a_hit_when_both_have_written_it(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: E7."""
     kv = spec(layers=2, ranks=2, bytes_per_part=8192)
@@ -164,6 +171,7 @@ def test_a_block_of_two_ranks_is_a_hit_when_both_have_written_it(daemon: DaemonP
     assert (target == data).all()
 
 
+@over_all_transports
 def test_a_block_without_its_parent_is_refused(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: E6. Nobody could match it."""
     client = connect(daemon, KV)
@@ -177,6 +185,7 @@ def test_a_block_without_its_parent_is_refused(daemon: DaemonProcess, connect: C
     assert client.match(HASHES, lease="").num_blocks == 6
 
 
+@over_all_transports
 def test_a_lookup_of_any_length_is_one_round_trip(daemon: DaemonProcess, connect: Connect) -> None:
     """Covers: F1. How long it takes is for the benchmarks to say."""
     client = connect(daemon, KV)
