@@ -237,11 +237,13 @@ class Agent:
             yield
         except (nixl.nixlNotFoundError, nixl.nixlMismatchError, nixl.nixlInvalidParamError) as error:
             raise InvalidRequest(f"{what}: expected memory that was registered, got: {error}; register it") from None
+        except nixl.nixlNotAllowedError as error:
+            raise InvalidRequest(f"{what}: expected the same connection as before, got another ({error})") from None
         except nixl.nixlRemoteDisconnectError as error:
             raise StoreUnavailable(f"{what}: the connection is broken ({error}); a new session makes another") from None
         except nixl.nixlNotSupportedError as error:
             raise Unsupported(f"{what}: {error}; check the device with `kvstore doctor`") from None
-        except (nixl.nixlBackendError, nixl.nixlUnknownError, nixl.nixlNotAllowedError) as error:
+        except (nixl.nixlBackendError, nixl.nixlUnknownError) as error:
             raise StoreUnavailable(f"{what}: {error}; a new session makes another connection") from None
 
 

@@ -110,6 +110,8 @@ class Daemon:
     async def start(self) -> None:
         """The daemon listens on all its addresses. Raises: StoreUnavailable, if one of them is taken."""
         raise_descriptor_limit()
+        if self._transfers is not None:
+            await self._transfers.start()
         self._beside.start(scrub_bytes_per_s=self.settings.disk_scrub_bytes_s)
         self._server = grpc.aio.server(options=_OPTIONS)
         kvstore_pb2_grpc.add_StoreServicer_to_server(self.service, self._server)
@@ -147,7 +149,7 @@ class Daemon:
         self._descriptors.close()
         await asyncio.to_thread(self._mover.close)
         if self._transfers is not None:
-            await asyncio.to_thread(self._transfers.close)
+            await self._transfers.close()
         await self._beside.stop(self.settings.stop_timeout_s)
         if self._metrics is not None:  # until now, so that a flush can be watched
             await asyncio.to_thread(self._metrics.close)

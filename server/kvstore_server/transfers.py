@@ -23,6 +23,7 @@ from kvstore.transport.memory import address_of
 from kvstore.transport.ucx import Agent, Op, Transfer, cut
 from kvstore.types import AnyArray, ByteArray, IntArray
 from kvstore_server.threads import in_thread
+from kvstore_server.trial import Trial
 from kvstore_server.values import Pieces, RemoteRegion
 
 log = structlog.get_logger()
@@ -75,13 +76,23 @@ class Transfers:
         self._drivers = [_Driver(number) for number in range(num_threads)]
         self._registered: dict[int, asyncio.Future[None]] = {}  # by address
         self._next = 0
+        self._trial = Trial(device)
 
     @property
     def device(self) -> str:
         return self._agent.device
 
+    async def start(self) -> None:
+        """Peers can be added. Raises: StoreUnavailable."""
+        await self._trial.start()
+
     async def add(self, peer: Peer, metadata: bytes, region: RemoteRegion) -> None:
-        """The region of this peer can be moved to and from. Raises: InvalidRequest, as the agent does."""
+        """The region of this peer can be moved to and from.
+
+        Raises: InvalidRequest, if the metadata is not that of this peer and region; StoreUnavailable, if it is out of
+        reach.
+        """
+        await self._trial.of(peer.name, metadata, region)
         await in_thread(
             self._agent.add_peer,
             peer.name,
@@ -117,8 +128,12 @@ class Transfers:
         await peer.quiet(list(peer.moves))
         await in_thread(self._agent.remove_peer, peer.name)
 
-    def close(self) -> None:
-        """Nothing is under way, and threads and connections are gone. Blocks."""
+    async def close(self) -> None:
+        """Nothing is under way, and threads and connections are gone."""
+        await self._trial.stop()
+        await in_thread(self._close)
+
+    def _close(self) -> None:
         for driver in self._drivers:
             driver.stop()
         self._agent.close()

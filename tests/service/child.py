@@ -127,6 +127,39 @@ def churn(address: str, fields: list[dict], num_chains: int, length: int, seed: 
             stop(" ".join(f"{what} {count}" for what, count in done.items()))
 
 
+def agent(name: str, size_bytes: int, number: int) -> None:
+    """Only the agent of a client, on the loopback device; says where its memory is, and how often it holds a 7."""
+    from kvstore.transport.ucx import Agent
+
+    memory = np.full(size_bytes, 7, np.uint8)
+    passive = Agent(name, device="lo")
+    passive.register(memory.ctypes.data, size_bytes, device_id=number)
+    stop(json.dumps([memory.ctypes.data, passive.metadata(memory.ctypes.data).hex()]))
+    stop(str(int((memory == 7).sum())))
+
+
+def load_large(address: str, fields: dict, length: int) -> None:
+    """Loads blocks into a region, again and again, until it is killed."""
+    client = connect(address, fields)
+    region = client.region(length * client.spec.block_bytes)
+    hashes = chain(length, of=client.spec)
+    stop("ready")
+    while True:
+        client.load(hashes, into=BlockRows(region.array.reshape(length, -1))).wait()
+
+
+def store_large(address: str, fields: dict, length: int) -> None:
+    """Stores chain after chain from a region, until it is killed."""
+    client = connect(address, fields)
+    region = client.region(length * client.spec.block_bytes)
+    seed = 1
+    stop("ready")
+    while True:
+        with client.store(chain(length, of=client.spec, seed=seed)) as writing:
+            writing.put_blocks(region.array.reshape(length, -1))
+        seed += 1
+
+
 def register_as(shm_path: str, ticket: str, uid: int, register_uid: int) -> None:
     """Makes a region as one user and registers it as another; says what the daemon answered."""
     size_bytes = 4096

@@ -33,7 +33,7 @@ def make_daemon(tmp_path_factory: pytest.TempPathFactory, transport: str) -> Ite
 
     def make(**flags: object) -> DaemonProcess:
         if transport == "ucx":
-            flags["ucx_device"] = "lo"
+            flags = {"ucx_device": "lo"} | flags
         daemons.append(DaemonProcess(tmp_path_factory.mktemp("d"), **flags))
         return daemons[-1].start()
 
