@@ -106,9 +106,16 @@ class Agent:
         config.syncMode = nixl.NIXL_THREAD_SYNC_RW
         config.pthrDelay = _PROGRESS_DELAY_US
         config.captureTelemetry = False
-        with _environment({**_ENVIRONMENT, "UCX_NET_DEVICES": device}), self._errors(f"ucx on {device}"):
-            self._agent: Any = nixl.nixlAgent(name, config)
-            self._backend = self._agent.createBackend("UCX", {"num_workers": str(num_workers)})
+        with _environment({**_ENVIRONMENT, "UCX_NET_DEVICES": device}):
+            try:
+                self._agent: Any = nixl.nixlAgent(name, config)
+                self._backend = self._agent.createBackend("UCX", {"num_workers": str(num_workers)})
+            except Exception as error:
+                here = ", ".join(name for _, name in socket.if_nameindex())
+                raise Unsupported(
+                    f"ucx_device {device}: expected a device of this host ({here}, or one of RDMA such as mlx5_0:1), "
+                    f"got: {error}; name another"
+                ) from None
 
     def __repr__(self) -> str:
         state = "closed" if self._agent is None else f"{len(self._registered)} registered"

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeAlias
 
 import grpc
 import structlog
@@ -15,8 +15,6 @@ from kvstore_server.session import Session
 from kvstore_server.transfers import Peer
 
 Context: TypeAlias = "grpc.aio.ServicerContext[pb.ClientMessage, pb.ServerMessage]"
-
-T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -42,7 +40,7 @@ class Connection:
         self._turn = asyncio.Lock()
         self._copies = asyncio.Semaphore(MAX_COPIES_IN_FLIGHT)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._jobs: set[asyncio.Task[Any]] = set()
+        self._jobs: set[asyncio.Task[pb.ServerMessage]] = set()
 
     async def send(self, message: pb.ServerMessage) -> None:
         """The message is sent, unless the stream is over; messages of different tasks do not mix."""
@@ -65,27 +63,38 @@ class Connection:
         self.ending = reason
         self._reader.cancel()
 
-    async def start(self, work: Coroutine[Any, Any, None], *, request_id: int, bounded: bool = False) -> None:
-        """The work goes on beside the reader; waits while too much bounded work is under way."""
-        if bounded:
-            await self._copies.acquire()
+    def start(self, work: Coroutine[Any, Any, None], *, request_id: int) -> None:
+        """The work goes on beside the reader, until the stream ends."""
         task = asyncio.create_task(self._guard(work, request_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if bounded:
-            task.add_done_callback(lambda _: self._copies.release())
 
-    async def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """The work is done; it goes on to its end even if the caller is cancelled, and `stop` waits for it."""
-        job = asyncio.create_task(work)
+    async def answer_with(self, plan: Callable[[], Coroutine[Any, Any, pb.ServerMessage]], *, request_id: int) -> None:
+        """What was planned is under way beside the reader, and its result will be sent.
+
+        Waits first while too much is under way. What is planned goes on to its end whatever becomes of the stream, and
+        `stop` waits for it. Raises: what `plan` does.
+        """
+        await self._copies.acquire()
+        try:
+            job = asyncio.create_task(plan())
+        except BaseException:
+            self._copies.release()
+            raise
         self._jobs.add(job)
         job.add_done_callback(self._forget)
-        return await asyncio.shield(job)
+        self.start(self._send_result(job, request_id), request_id=request_id)
 
-    def _forget(self, job: asyncio.Task[Any]) -> None:
+    async def _send_result(self, job: asyncio.Task[pb.ServerMessage], request_id: int) -> None:
+        message = await asyncio.shield(job)
+        message.request_id = request_id
+        await self.send(message)
+
+    def _forget(self, job: asyncio.Task[pb.ServerMessage]) -> None:
         self._jobs.discard(job)
+        self._copies.release()
         if not job.cancelled():
-            job.exception()  # the caller hears of it, if it is still there
+            job.exception()  # it is answered with, if the stream is still there
 
     async def stop(self) -> None:
         """No task of this connection runs any more, and copies have been waited for.

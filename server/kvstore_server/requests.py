@@ -3,7 +3,7 @@
 Most are answered at once; those that read or write many bytes go on beside the reader, a bounded number at a time.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -161,16 +161,11 @@ class Requests:
         return pb.ServerMessage(reserved=pb.Reserved(write_id=write.id, outcomes=bytes(write.outcomes)))
 
     async def _store_part(self, connection: Connection, request_id: int, request: pb.StorePart) -> None:
-        intake = _plan(connection, request)
-        await connection.start(self._take_in(connection, request_id, intake), request_id=request_id, bounded=True)
+        await connection.answer_with(
+            lambda: self._bring_in(connection, _plan(connection, request)), request_id=request_id
+        )
 
-    async def _take_in(self, connection: Connection, request_id: int, intake: Intake) -> None:
-        num_committed = await connection.finish(self._bring_in(connection, intake))
-        reply = _taken_in(intake, num_committed)
-        reply.request_id = request_id
-        await connection.send(reply)
-
-    async def _bring_in(self, connection: Connection, intake: Intake) -> int:
+    async def _bring_in(self, connection: Connection, intake: Intake) -> pb.ServerMessage:
         """Raises: StoreUnavailable, if the client's memory cannot be reached; its blocks are given up then."""
         copies = intake.copies
         if isinstance(copies.region, RemoteRegion):
@@ -183,7 +178,7 @@ class Requests:
                 raise
         else:
             checksums = await self._mover.take_in(copies)
-        return self._store.parts_arrived(intake, checksums)
+        return _taken_in(intake, self._store.parts_arrived(intake, checksums))
 
     async def _move(
         self, op: Op, connection: Connection, region: RemoteRegion, pieces: Pieces, slabs: list[ByteArray]
@@ -197,62 +192,47 @@ class Requests:
         return self._transfers, connection.peer
 
     async def _fetch(self, connection: Connection, request_id: int, request: pb.Fetch) -> None:
-        region = connection.session.remote_region(request.region)
-        delivery = plan_delivery(
-            connection.session.space,
-            self._store.tier,
-            unpack_hashes(request.hashes),
-            generations=unpack_u64(request.generations, name="generations"),
-            parts=unpack_u32(request.parts, name="parts"),
-            region=region,
-            offsets=unpack_u64(request.offsets, name="offsets"),
-        )
-        work = self._bring_out(connection, request_id, region, delivery)
-        await connection.start(work, request_id=request_id, bounded=True)
+        def plan() -> Coroutine[Any, Any, pb.ServerMessage]:
+            region = connection.session.remote_region(request.region)
+            delivery = plan_delivery(
+                connection.session.space,
+                self._store.tier,
+                unpack_hashes(request.hashes),
+                generations=unpack_u64(request.generations, name="generations"),
+                parts=unpack_u32(request.parts, name="parts"),
+                region=region,
+                offsets=unpack_u64(request.offsets, name="offsets"),
+            )
+            return self._bring_out(connection, region, delivery)
 
-    async def _bring_out(
-        self, connection: Connection, request_id: int, region: RemoteRegion, delivery: Delivery
-    ) -> None:
-        errors = await connection.finish(self._deliver(connection, region, delivery))
-        fetched = pb.Fetched(errors=[pb.BlockError(index=at, status=status_of(error)) for at, error in errors.items()])
-        if self._checksums:
-            fetched.checksums = pack_u64(delivery.checksums.ravel())
-        await connection.send(pb.ServerMessage(request_id=request_id, fetched=fetched))
+        await connection.answer_with(plan, request_id=request_id)
 
-    async def _deliver(
-        self, connection: Connection, region: RemoteRegion, delivery: Delivery
-    ) -> dict[int, KVStoreError]:
+    async def _bring_out(self, connection: Connection, region: RemoteRegion, delivery: Delivery) -> pb.ServerMessage:
         slabs = self._store.tier.mappings(delivery.slots)
         try:
             await self._move(Op.WRITE, connection, region, delivery.pieces, slabs)
         finally:
             errors = delivered(delivery)
-        return errors
+        fetched = pb.Fetched(errors=[pb.BlockError(index=at, status=status_of(error)) for at, error in errors.items()])
+        if self._checksums:
+            fetched.checksums = pack_u64(delivery.checksums.ravel())
+        return pb.ServerMessage(fetched=fetched)
 
     async def _register_region(self, connection: Connection, request_id: int, request: pb.RegisterRegion) -> None:
         self._reach(connection)
-        connection.session.check_region(request.region, request.size_bytes)
-        if not (request.size_bytes and request.address and request.address + request.size_bytes < 1 << 63):
-            raise InvalidRequest(
-                f"region {request.region}: expected an address and a size above 0 and below 2**63, got "
-                f"{request.size_bytes} bytes at {request.address:#x}; correct it"
-            )
-        region = RemoteRegion(request.region, request.address, request.size_bytes)
-        connection.session.add_region(request.region, region)  # so that its id and its bytes are taken
-        work = self._add_region(connection, request_id, region, request.metadata)
-        await connection.start(work, request_id=request_id, bounded=True)
+        await connection.answer_with(
+            lambda: self._add_region(connection, *_region(connection, request)), request_id=request_id
+        )
 
-    async def _add_region(self, connection: Connection, request_id: int, region: RemoteRegion, metadata: bytes) -> None:
+    async def _add_region(self, connection: Connection, region: RemoteRegion, metadata: bytes) -> pb.ServerMessage:
         transfers, peer = self._reach(connection)
-        reply = pb.ServerMessage(region_registered=pb.RegionRegistered())
         try:
-            await connection.finish(transfers.add(peer, metadata, region))
+            await transfers.add(peer, metadata, region)
         except KVStoreError as error:
             connection.session.drop_regions([region.number])
             log.warning("region refused", error=str(error), session=connection.session.id)
-            reply = pb.ServerMessage(status=status_of(error))
-        reply.request_id = request_id
-        await connection.send(reply)
+            return pb.ServerMessage(status=status_of(error))
+        return pb.ServerMessage(region_registered=pb.RegionRegistered())
 
     def _take_in_now(self, connection: Connection, request: pb.StorePart) -> pb.ServerMessage:
         """Raises: Unsupported, if that would keep everybody waiting."""
@@ -283,14 +263,14 @@ class Requests:
 
     async def _verify(self, connection: Connection, request_id: int, request: pb.Verify) -> None:
         hashes = unpack_hashes(request.hashes)
-        await connection.start(self._check(connection, request_id, hashes), request_id=request_id, bounded=True)
+        await connection.answer_with(lambda: self._check(connection.session.space, hashes), request_id=request_id)
 
-    async def _check(self, connection: Connection, request_id: int, hashes: HashArray) -> None:
-        errors = await connection.finish(self._drop_corrupt(connection.session.space, hashes))
+    async def _check(self, space: Space, hashes: HashArray) -> pb.ServerMessage:
+        errors = await self._drop_corrupt(space, hashes)
         reply = pb.Verified(
             errors=[pb.BlockError(index=position, status=status_of(error)) for position, error in errors.items()]
         )
-        await connection.send(pb.ServerMessage(request_id=request_id, verified=reply))
+        return pb.ServerMessage(verified=reply)
 
     async def _drop_corrupt(self, space: Space, hashes: HashArray) -> dict[int, KVStoreError]:
         """Blocks that do not match their checksums are dropped; errors of these, and of those not stored."""
@@ -326,8 +306,7 @@ class Requests:
 
     async def _drop_regions(self, connection: Connection, request_id: int, request: pb.DropRegions) -> None:
         connection.session.drop_regions(request.regions)
-        work = self._say_dropped(connection, request_id, request.regions)
-        await connection.start(work, request_id=request_id)
+        connection.start(self._say_dropped(connection, request_id, request.regions), request_id=request_id)
 
     async def _say_dropped(self, connection: Connection, request_id: int, regions: Sequence[int]) -> None:
         if connection.peer is not None:
@@ -351,6 +330,19 @@ def _plan(connection: Connection, request: pb.StorePart) -> Intake:
         region=request.region,
         offsets=unpack_u64(request.offsets, name="offsets"),
     )
+
+
+def _region(connection: Connection, request: pb.RegisterRegion) -> tuple[RemoteRegion, bytes]:
+    """The region, whose id and bytes are taken from now on, and the metadata. Raises: InvalidRequest; StoreFull."""
+    connection.session.check_region(request.region, request.size_bytes)
+    if not (request.size_bytes and request.address and request.address + request.size_bytes < 1 << 63):
+        raise InvalidRequest(
+            f"region {request.region}: expected an address and a size above 0 and below 2**63, got "
+            f"{request.size_bytes} bytes at {request.address:#x}; correct it"
+        )
+    region = RemoteRegion(request.region, request.address, request.size_bytes)
+    connection.session.add_region(request.region, region)
+    return region, request.metadata
 
 
 def _taken_in(intake: Intake, num_committed: int) -> pb.ServerMessage:

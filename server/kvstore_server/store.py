@@ -103,6 +103,8 @@ class Store:
 
         But not while it has slabs beside memory: others find them there, and take them over.
         """
+        if self.spaces.get(space.namespace) is not space:
+            return  # the last two sessions ended at once, and the other was first
         slabs = self.tier.arena.slabs_of(space.namespace)
         if len(space.index) or any(self.tier.arena.num_used(slab) for slab in slabs):
             return
