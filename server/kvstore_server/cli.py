@@ -222,6 +222,24 @@ def bench_disk(size: str, part: str, threads: int, rounds: int, path: Path, as_j
     _show(figures, as_json=as_json, width=26)
 
 
+@bench.command("ucx", epilog="Example: kvstore bench ucx --json")
+@click.option("--device", default="lo", show_default=True, help="Network device; lo: loopback tcp.")
+@click.option("--size", default="256MiB", show_default=True, help="Working set.")
+@click.option("--threads", default=2, show_default=True, help="Threads of the daemon.")
+@click.option("--rounds", default=7, show_default=True, help="Rounds; figures are medians.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_ucx(device: str, size: str, threads: int, rounds: int, as_json: bool) -> None:
+    """Transfers between processes over ucx: load and store beside a bare transfer of the same pieces."""
+    from kvstore_server.commands.bench_ucx import run_ucx
+
+    try:
+        size_bytes = config.parse_size(size, name="size")
+        figures = run_ucx(device=device, size_bytes=size_bytes, threads=threads, rounds=rounds)
+    except KVStoreError as error:
+        _fail(error)
+    _show(figures, as_json=as_json, width=22)
+
+
 @main.command(epilog="Example: kvstore demo --prompt-tokens 1600")
 @click.option("--model", "model_path", type=click.Path(exists=True), help="Folder of a Hugging Face model.")
 @click.option("--prompt-tokens", default=1600, show_default=True, help="Length of the shared prefix.")

@@ -3,6 +3,7 @@
 Most are answered at once; those that read or write many bytes go on beside the reader, a bounded number at a time.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from kvstore_server.delivery import delivered, plan_delivery
 from kvstore_server.level import State
 from kvstore_server.mover import Mover
 from kvstore_server.store import Store
-from kvstore_server.transfers import Peer, Transfers
+from kvstore_server.transfers import Peer, Transfers, posts
 from kvstore_server.values import Delivery, Intake, Pieces, RemoteRegion, Space
 
 log = structlog.get_logger()
@@ -171,14 +172,28 @@ class Requests:
         if isinstance(copies.region, RemoteRegion):
             slabs = self._store.tier.mappings(intake.slots)
             try:
-                await self._move(Op.READ, connection, copies.region, copies.pieces, slabs)
-                checksums = await self._mover.hash(copies.targets, copies.sizes)
+                checksums = await self._read(connection, copies.region, copies.pieces, slabs)
             except BaseException:
                 self._store.parts_lost(intake)
                 raise
         else:
             checksums = await self._mover.take_in(copies)
         return _taken_in(intake, self._store.parts_arrived(intake, checksums))
+
+    async def _read(
+        self, connection: Connection, region: RemoteRegion, pieces: Pieces, slabs: list[ByteArray]
+    ) -> AnyArray:
+        """`[n]` checksums of the pieces, which are in their slots; a few are hashed while others are under way."""
+
+        async def read(job: slice) -> AnyArray:
+            await self._move(Op.READ, connection, region, pieces[job], slabs)
+            if not self._checksums:
+                return np.zeros(len(pieces.sizes[job]), np.uint64)
+            return await self._mover.hash(pieces.local[job], pieces.sizes[job])
+
+        jobs = [asyncio.create_task(read(job)) for job in posts(pieces.sizes)]
+        await asyncio.gather(*jobs, return_exceptions=True)  # all are over before any failure is told
+        return np.concatenate([job.result() for job in jobs])
 
     async def _move(
         self, op: Op, connection: Connection, region: RemoteRegion, pieces: Pieces, slabs: list[ByteArray]

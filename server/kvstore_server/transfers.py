@@ -114,7 +114,7 @@ class Transfers:
             for slab in slabs:
                 await self._register(slab)
             local, remote, sizes = cut(pieces.local, pieces.remote, pieces.sizes, base=region.address)
-            jobs = [self._post(op, peer, region, local[job], remote[job], sizes[job]) for job in _posts(sizes)]
+            jobs = [self._post(op, peer, region, local[job], remote[job], sizes[job]) for job in posts(sizes)]
             failures = [one for one in await asyncio.gather(*jobs, return_exceptions=True) if one is not None]
             if failures:
                 raise failures[0]
@@ -256,7 +256,7 @@ def _settle(done: "asyncio.Future[None]", error: KVStoreError | None) -> None:
         done.get_loop().call_soon_threadsafe(settle)
 
 
-def _posts(sizes: AnyArray) -> Iterator[slice]:
+def posts(sizes: AnyArray) -> Iterator[slice]:
     """Runs of pieces of at most POST_BYTES and POST_DESCRIPTORS."""
     ends = np.cumsum(sizes)
     first = 0

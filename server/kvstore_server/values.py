@@ -86,6 +86,9 @@ class Pieces:
     remote: IntArray
     sizes: IntArray
 
+    def __getitem__(self, job: slice) -> "Pieces":
+        return Pieces(self.local[job], self.remote[job], self.sizes[job])
+
 
 @dataclass(frozen=True, slots=True)
 class Copies:
