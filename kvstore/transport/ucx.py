@@ -4,7 +4,7 @@ An agent registers memory, and reads from and writes to memory that a peer regis
 Only the daemon does so; the agent of a client is passive, and its memory is quiet once it is closed.
 
 A transfer that was begun cannot be taken back: until `poll` says that it is over, or its agent is closed, UCX may
-still write to the memory on this side, or send from it (docs/adr/0015). So nothing here gives a transfer up.
+still write to the memory on this side, or send from it (docs/adr/0016). So nothing here gives a transfer up.
 
 Source: docs/spec/ucx.md.
 """
@@ -29,7 +29,7 @@ from kvstore.types import AnyArray, IntArray
 INSTALL: Final = "pip install --no-deps nixl-cu12==1.5.1"  # it asks for torch, which it does not need
 MAX_METADATA_BYTES: Final = 64 << 10
 MAX_PIECE_BYTES: Final = 4 << 20  # of one descriptor
-REGISTER_BYTES: Final = 1 << 30  # of one registration: some devices allow no more than so much at once
+REGISTER_BYTES: Final = 1 << 30  # from one registration to the next: some devices allow only so much at once
 # At 0 the progress thread spins on a core; above, it sleeps until there is something to do, or for so long.
 _PROGRESS_DELAY_US: Final = 10_000
 _SIOCGIFADDR: Final = 0x8915
@@ -133,9 +133,8 @@ class Agent:
                 return
             done = self._registered[address] = []
             try:
-                for begin in range(0, size_bytes, REGISTER_BYTES):
-                    piece = (address + begin, min(REGISTER_BYTES, size_bytes - begin), device_id, "")
-                    descriptors = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [piece])
+                for begin, size in _registrations(address, size_bytes):
+                    descriptors = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(begin, size, device_id, "")])
                     self._alive().registerMem(descriptors, [self._backend])
                     done.append(descriptors)
             except Exception as error:
@@ -180,9 +179,8 @@ class Agent:
             )
         with self._errors("metadata"):
             self._alive().loadRemoteMD(metadata)
-        begins = np.arange(0, size_bytes, REGISTER_BYTES, dtype=np.int64)
-        sizes = np.minimum(REGISTER_BYTES, size_bytes - begins)
-        wanted = self._descriptors(address + begins, sizes, device_id)
+        begins, sizes = np.array(list(_registrations(address, size_bytes)), np.int64).T
+        wanted = self._descriptors(begins, sizes, device_id)
         with self._errors("metadata"):
             found = self._alive().checkRemoteMD(name, wanted)
         if found != self._nixl.NIXL_SUCCESS:
@@ -281,20 +279,20 @@ class Transfer:
             agent.releaseXferReq(self._handle)
 
 
-def cut(local: IntArray, remote: IntArray, sizes: IntArray, *, base: int) -> tuple[IntArray, IntArray, IntArray]:
-    """The same bytes in pieces of at most MAX_PIECE_BYTES, none across two registrations of a region from `base` on."""
-    begins, unit = remote - base, MAX_PIECE_BYTES  # which divides REGISTER_BYTES, so that its multiples are enough
-    ends = begins + sizes
-    cuts: AnyArray = (sizes > unit) | (begins // REGISTER_BYTES != (ends - 1) // REGISTER_BYTES)
-    if not cuts.any():
+def cut(local: IntArray, remote: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The same bytes in pieces of at most MAX_PIECE_BYTES."""
+    if not (sizes > MAX_PIECE_BYTES).any():
         return local, remote, sizes
-    counts = np.where(cuts, (ends - 1) // unit - begins // unit + 1, 1)
+    counts = -(-sizes // MAX_PIECE_BYTES)
     owner = np.repeat(np.arange(len(sizes)), counts)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    edges = (begins[owner] // unit + place) * unit
-    starts = np.where(cuts[owner], np.maximum(edges, begins[owner]), begins[owner])
-    stops = np.where(cuts[owner], np.minimum(edges + unit, ends[owner]), ends[owner])
-    return local[owner] + starts - begins[owner], base + starts, stops - starts
+    begins = MAX_PIECE_BYTES * (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts))
+    return local[owner] + begins, remote[owner] + begins, np.minimum(MAX_PIECE_BYTES, sizes[owner] - begins)
+
+
+def _registrations(address: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """(address, size) of each, overlapping so that every piece that is moved lies in one of them."""
+    for begin in range(0, size_bytes, REGISTER_BYTES):
+        yield address + begin, min(REGISTER_BYTES + MAX_PIECE_BYTES, size_bytes - begin)
 
 
 def _nixl() -> ModuleType:

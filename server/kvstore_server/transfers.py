@@ -113,7 +113,7 @@ class Transfers:
         try:
             for slab in slabs:
                 await self._register(slab)
-            local, remote, sizes = cut(pieces.local, pieces.remote, pieces.sizes, base=region.address)
+            local, remote, sizes = cut(pieces.local, pieces.remote, pieces.sizes)
             jobs = [self._post(op, peer, region, local[job], remote[job], sizes[job]) for job in posts(sizes)]
             failures = [one for one in await asyncio.gather(*jobs, return_exceptions=True) if one is not None]
             if failures:

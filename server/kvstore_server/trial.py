@@ -1,6 +1,6 @@
 """A process that tries a client's metadata before the daemon's own agent takes it in, and may die of it.
 
-UCX does not check an address that it is given: one changed byte can end the process (docs/adr/0015). So metadata is
+UCX does not check an address that it is given: one changed byte can end the process (docs/adr/0016). So metadata is
 taken in here first, and one byte read through it. That also tells whether the client can be reached at all.
 """
 

@@ -115,7 +115,7 @@ def _initiate(peer: Any, device: str, size_bytes: int, told: tuple[str, bytes, i
         except EOFError:
             return
         begins = np.arange(0, size_bytes, part_bytes, dtype=np.int64)
-        pieces = cut(begins + address_of(memory), begins + remote, np.full(len(begins), part_bytes), base=remote)
+        pieces = cut(begins + address_of(memory), begins + remote, np.full(len(begins), part_bytes))
         started = time.perf_counter()
         _move(agent, name, op, *pieces)
         peer.send(time.perf_counter() - started)
