@@ -445,3 +445,19 @@ def test_a_circle_of_parents_on_disk_is_cut() -> None:
     index.restore(hashes, parents=records([other, one, one]), slots=np.arange(3), written=np.arange(1, 4))
     index.touch(index.find(hashes[:1]))
     index.validate()
+
+
+def test_a_namespace_whose_last_sessions_end_at_once_is_closed_once(tmp_path: Path) -> None:
+    """The second end finds it gone, or, made again meanwhile, another one, whose room it leaves alone."""
+
+    async def test() -> None:
+        async with disk_house(tmp_path) as at:
+            old = at.store.open_space(A)
+            at.store.close_space_if_empty(old)
+            at.store.close_space_if_empty(old)
+            new = at.store.open_space(A)
+            at.store.close_space_if_empty(old)
+            assert at.store.spaces[A.namespace] is new
+            assert at.store.tier.arena.slabs_of(A.namespace)
+
+    run(test)
