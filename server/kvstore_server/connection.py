@@ -63,7 +63,7 @@ class Connection:
         self.ending = reason
         self._reader.cancel()
 
-    def start(self, work: Coroutine[Any, Any, None], *, request_id: int) -> None:
+    def start(self, work: Callable[[], Coroutine[Any, Any, None]], *, request_id: int) -> None:
         """The work goes on beside the reader, until the stream ends."""
         task = asyncio.create_task(self._guard(work, request_id))
         self._tasks.add(task)
@@ -83,7 +83,7 @@ class Connection:
             raise
         self._jobs.add(job)
         job.add_done_callback(self._forget)
-        self.start(self._send_result(job, request_id), request_id=request_id)
+        self.start(lambda: self._send_result(job, request_id), request_id=request_id)
 
     async def _send_result(self, job: asyncio.Task[pb.ServerMessage], request_id: int) -> None:
         message = await asyncio.shield(job)
@@ -109,9 +109,9 @@ class Connection:
                 await asyncio.wait(self._jobs, timeout=PEER_GRACE_S)
         await asyncio.gather(*self._tasks, *([] if self.peer else self._jobs), return_exceptions=True)
 
-    async def _guard(self, work: Coroutine[Any, Any, None], request_id: int) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[Any, Any, None]], request_id: int) -> None:
         try:
-            await work
+            await work()
         except StoreUnavailable:
             pass  # the stream ends, and that is the answer: before, the client's memory may still be written to
         except KVStoreError as error:

@@ -321,7 +321,7 @@ class Requests:
 
     async def _drop_regions(self, connection: Connection, request_id: int, request: pb.DropRegions) -> None:
         connection.session.drop_regions(request.regions)
-        connection.start(self._say_dropped(connection, request_id, request.regions), request_id=request_id)
+        connection.start(lambda: self._say_dropped(connection, request_id, request.regions), request_id=request_id)
 
     async def _say_dropped(self, connection: Connection, request_id: int, regions: Sequence[int]) -> None:
         if connection.peer is not None:

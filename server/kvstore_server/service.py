@@ -104,7 +104,7 @@ class StoreService:
         session = connection.session
         undecoded = ""
         try:
-            connection.start(self._tell(connection), request_id=0)
+            connection.start(lambda: self._tell(connection), request_id=0)
             async for message in requests:
                 connection.heard_at = self._clock()
                 await self._requests.handle(connection, message)

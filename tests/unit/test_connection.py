@@ -16,9 +16,11 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[pb.ServerMessage] = []
+        self.wrote = asyncio.Event()
 
     async def write(self, message: pb.ServerMessage) -> None:
         self.sent.append(message)
+        self.wrote.set()
 
 
 def connection_on(wire: Wire) -> Connection:
@@ -31,6 +33,7 @@ class Work:
     def __init__(self) -> None:
         self.planned = self.done = 0
         self.go = asyncio.Event()
+        self.ended = asyncio.Event()
 
     def plan(self) -> Any:
         self.planned += 1
@@ -39,6 +42,7 @@ class Work:
     async def run(self) -> pb.ServerMessage:
         await self.go.wait()
         self.done += 1
+        self.ended.set()
         return pb.ServerMessage(pong=pb.Pong())
 
 
@@ -84,8 +88,7 @@ def test_a_plan_that_is_refused_gives_its_turn_to_the_next() -> None:
                 await connection.answer_with(refuse, request_id=1)
         work.go.set()
         await connection.answer_with(work.plan, request_id=5)
-        while not wire.sent:
-            await asyncio.sleep(0)
+        await wire.wrote.wait()
         assert [message.request_id for message in wire.sent] == [5]
         await connection.stop()
 
@@ -103,8 +106,7 @@ def test_a_stream_with_a_stopped_peer_ends_while_its_transfers_go_on(monkeypatch
         await connection.stop()
         assert (connection.peer.over, work.done) == ("its session has ended", 0)
         work.go.set()
-        while not work.done:
-            await asyncio.sleep(0)
+        await work.ended.wait()
         assert wire.sent == []
 
     monkeypatch.setattr("kvstore_server.connection.PEER_GRACE_S", 0.0)
