@@ -168,7 +168,8 @@ class Agent:
     def add_peer(self, name: str, metadata: bytes, *, address: int, size_bytes: int, device_id: int) -> None:
         """Transfers with the peer of that name may use this memory of its.
 
-        Raises: InvalidRequest, if the metadata is none, bears another name, or does not describe that memory.
+        Raises: InvalidRequest, if the metadata is none, bears another name, or does not describe that memory;
+        StoreUnavailable, if there is no way to that peer.
         """
         head = b"nixlSerDes|Agent" + struct.pack("<Q", len(name)) + name.encode() + b"|Conns"
         # Before it is taken in: the name of another peer would put that one out.
@@ -177,8 +178,13 @@ class Agent:
                 f"metadata: expected at most {MAX_METADATA_BYTES} bytes with the agent name {name!r}, as Welcome says, "
                 f"got {len(metadata)} bytes with {metadata[24:56]!r}; name the agent so"
             )
-        with self._errors("metadata"):
-            self._alive().loadRemoteMD(metadata)
+        try:
+            with self._errors("metadata"):
+                self._alive().loadRemoteMD(metadata)
+        except StoreUnavailable as error:
+            raise StoreUnavailable(
+                f"ucx on {self.device}: no way to the other end ({error}); name another ucx_device on either side"
+            ) from None
         begins, sizes = np.array(list(_registrations(address, size_bytes)), np.int64).T
         wanted = self._descriptors(begins, sizes, device_id)
         with self._errors("metadata"):

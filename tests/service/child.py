@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 from builders import chain, rows, spec
 
-from kvstore.errors import KVStoreError, StoreUnavailable
+from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
 from kvstore_client import BlockRows, ClientOptions, KVClient
 
@@ -136,6 +136,52 @@ def agent(name: str, size_bytes: int, number: int) -> None:
     passive.register(memory.ctypes.data, size_bytes, device_id=number)
     stop(json.dumps([memory.ctypes.data, passive.metadata(memory.ctypes.data).hex()]))
     stop(str(int((memory == 7).sum())))
+
+
+def round_trip(address: str, fields: dict, length: int, seed: int, ucx_device: str = "") -> None:
+    """Stores blocks and loads them again; says how many, and how many bytes of them are wrong."""
+    options = ClientOptions(name="child", timeout_s=TIMEOUT_S, transport=sys.argv[3], ucx_device=ucx_device)
+    client = KVClient(address, spec(**fields), options=options)
+    client.wait_ready(TIMEOUT_S)
+    hashes = chain(length, of=client.spec, seed=seed)
+    data = rows(client.spec, hashes)
+    target = np.zeros_like(data)
+    try:
+        with client.store(hashes) as writing:
+            writing.put_blocks(data)
+        result = client.load(hashes, into=BlockRows(target)).wait()
+    except KVStoreError as error:
+        stop(f"{type(error).__name__} {error}")
+        return
+    num_stored = sum(outcome.name == "STORED" for outcome in writing.outcomes)
+    stop(f"stored {num_stored} loaded {result.num_loaded} wrong {int((target != data).sum())}")
+
+
+def load_until_cut(address: str, fields: dict, length: int) -> None:
+    """Loads the same blocks until that fails; then, when it is told to, once more."""
+    client = connect(address, fields)
+    hashes = chain(length, of=client.spec)
+    data = rows(client.spec, hashes)
+    target = np.zeros_like(data)
+    stop("ready")
+    wrong = 0
+    try:
+        while True:
+            target[:] = 0
+            failed = client.load(hashes, into=BlockRows(target), timeout_s=2.0).wait(timeout_s=2.0).errors
+            good = [block for block in range(length) if block not in failed]
+            wrong += int((target[good] != data[good]).sum())
+    except KVStoreError:
+        stop(f"cut wrong {wrong}")
+    while True:
+        try:
+            client.wait_ready(TIMEOUT_S)
+            target[:] = 0
+            result = client.load(hashes, into=BlockRows(target)).wait()
+            break
+        except (StoreTimeout, StoreUnavailable):  # the end of the old session may still be on its way
+            continue
+    stop(f"again {result.num_loaded} wrong {int((target != data).sum())}")
 
 
 def load_large(address: str, fields: dict, length: int) -> None:

@@ -67,7 +67,8 @@ def eventually(condition: Callable[[], Any], what: str = "", *, timeout_s: float
 class DaemonProcess:
     """`kvstore serve` as its own process; started, killed and started again on the same socket."""
 
-    def __init__(self, folder: Path, **flags: object) -> None:
+    def __init__(self, folder: Path, *, prefix: tuple[str, ...] = (), **flags: object) -> None:
+        self._prefix = prefix  # a command that runs the daemon elsewhere
         self.folder = folder
         self.socket_path = folder / "kvstore.sock"
         self.shm_path = folder / "kvstore.sock.shm"
@@ -89,7 +90,7 @@ class DaemonProcess:
 
     def launch(self) -> "subprocess.Popen[bytes]":
         """The process is started; it may not listen yet."""
-        command = [sys.executable, "-m", "kvstore_server.cli", "serve", "--no-prefault"]
+        command = [*self._prefix, sys.executable, "-m", "kvstore_server.cli", "serve", "--no-prefault"]
         for name, value in self._flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
@@ -160,9 +161,11 @@ class DaemonProcess:
 class Child:
     """A client in a process of its own (child.py): it stops at each step until it is told to go on."""
 
-    def __init__(self, scenario: str, *, transport: str = "auto", **arguments: object) -> None:
+    def __init__(
+        self, scenario: str, *, transport: str = "auto", prefix: tuple[str, ...] = (), **arguments: object
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(CHILD), scenario, json.dumps(arguments), transport],
+            [*prefix, sys.executable, str(CHILD), scenario, json.dumps(arguments), transport],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
