@@ -240,6 +240,25 @@ def bench_ucx(device: str, size: str, threads: int, rounds: int, as_json: bool) 
     _show(figures, as_json=as_json, width=22)
 
 
+@main.command(epilog="Example: kvstore doctor --ucx-device mlx5_0:1")
+@click.option("--ucx-device", default="lo", show_default=True, help="Network device of the test over ucx.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(ucx_device: str, as_json: bool) -> None:
+    """Say what this machine offers to the store, and test a store of its own over each transport.
+
+    The exit code is 1 if a test failed.
+    """
+    from kvstore_server.commands.doctor import examine, self_test
+
+    found = examine()
+    found["self-test shm"] = self_test("shm", ucx_device)
+    if found["transport ucx"].startswith("NIXL"):
+        found["self-test ucx"] = self_test("ucx", ucx_device)
+    lines = [f"{name:24} {value}" for name, value in found.items()]
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
+    raise SystemExit(any(value != "ok" for name, value in found.items() if name.startswith("self-test")))
+
+
 @main.command(epilog="Example: kvstore demo --prompt-tokens 1600")
 @click.option("--model", "model_path", type=click.Path(exists=True), help="Folder of a Hugging Face model.")
 @click.option("--prompt-tokens", default=1600, show_default=True, help="Length of the shared prefix.")
