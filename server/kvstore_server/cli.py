@@ -262,7 +262,7 @@ def doctor(ucx_device: str, as_json: bool) -> None:
 @main.command(epilog="Example: kvstore demo --prompt-tokens 1600")
 @click.option("--model", "model_path", type=click.Path(exists=True), help="Folder of a Hugging Face model.")
 @click.option("--prompt-tokens", default=1600, show_default=True, help="Length of the shared prefix.")
-@click.option("--transport", default="shm", show_default=True, type=click.Choice(["shm"]), help="Data path.")
+@click.option("--transport", default="shm", show_default=True, type=click.Choice(["shm", "ucx"]), help="Data path.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def demo(model_path: str | None, prompt_tokens: int, transport: str, as_json: bool) -> None:
     """Run a real model's prefill and decode in two processes through a daemon, and compare their texts."""

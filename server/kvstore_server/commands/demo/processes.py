@@ -132,11 +132,14 @@ class Children:
     All that they leave behind, also those that are killed, is in that folder.
     """
 
-    def __init__(self, folder: Path, model: Path, *, daemon_flags: Sequence[str] = DAEMON_FLAGS) -> None:
+    def __init__(
+        self, folder: Path, model: Path, *, daemon_flags: Sequence[str] = DAEMON_FLAGS, transport: str = "shm"
+    ) -> None:
         self.folder = folder
+        self._transport = transport
         self.address = f"unix:{folder / 'kvstore.sock'}"
         self._model = model
-        self._daemon_flags = daemon_flags
+        self._daemon_flags = (*daemon_flags, *(("--ucx-device", "lo") if transport == "ucx" else ()))
         self._all: list[Child] = []
         # Settings of a daemon that the user runs are not for this one.
         users = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
@@ -150,7 +153,8 @@ class Children:
 
     def start_engine(self, name: str) -> Child:
         """Not ready yet: expect its event `ready`."""
-        arguments = ("--model", str(self._model), "--address", self.address, "--name", name)
+        ours = ("--model", str(self._model), "--address", self.address, "--name", name)
+        arguments = (*ours, "--transport", self._transport)
         return self._start(name, "kvstore_server.commands.demo.worker", *arguments)
 
     def end(self) -> None:

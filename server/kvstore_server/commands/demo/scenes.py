@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import click
 
+from kvstore.transport.ucx import why_unavailable
 from kvstore_server.commands.demo.handbook import FIRST_QUESTION, LAST_QUESTION, NEXT_QUESTION
 from kvstore_server.commands.demo.model import DemoFailed, check_packages, prepare
 from kvstore_server.commands.demo.processes import READY_S, Child, Children, ended_in_order, let_nothing_interrupt
@@ -108,15 +109,15 @@ def run_demo(model_path: str | None, prompt_tokens: int, as_json: bool, transpor
 
 
 def _run(model_path: str | None, prompt_tokens: int, transport: str, progress: Callable[[str], None]) -> Show:
-    if transport not in ("auto", "shm"):
-        raise DemoFailed(f"transport: expected auto or shm, got {transport}; all of the demo runs on this machine")
+    if transport == "ucx" and (why_not := why_unavailable()):
+        raise DemoFailed(why_not)
     if prompt_tokens < MIN_PROMPT_TOKENS:
         raise DemoFailed(f"prompt tokens: expected at least {MIN_PROMPT_TOKENS}, got {prompt_tokens}; ask for more")
     begin_s = time.monotonic()
     check_packages()
     model = prepare(model_path, progress=progress)
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
-        children = Children(Path(folder), model)
+        children = Children(Path(folder), model, transport=transport)
         try:
             scenes, hand_over, restart = _play(children, prompt_tokens, progress)
         finally:

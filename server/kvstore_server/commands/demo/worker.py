@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from kvstore_client import ClientOptions, KVClient
 from kvstore_server.commands.demo.handbook import FIRST_QUESTION, HANDBOOK, INSTRUCTION
@@ -53,7 +53,7 @@ class Answer:
 class Engine:
     """A model, its tokenizer, and the store behind it."""
 
-    def __init__(self, folder: str, address: str, name: str) -> None:
+    def __init__(self, folder: str, address: str, name: str, transport: Literal["shm", "ucx"]) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,7 +67,7 @@ class Engine:
         with torch.no_grad():
             self._model(torch.ones(1, 8, dtype=torch.long))
         spec = spec_for(self._model, revision=revision_digest(folder))
-        self._client = KVClient(address, spec, options=ClientOptions(name=f"demo/{name}"))
+        self._client = KVClient(address, spec, options=ClientOptions(name=f"demo/{name}", transport=transport))
         self._client.wait_ready(READY_TIMEOUT_S)
         self._prefixes = PrefixCache(self._client, self._model)
 
@@ -150,7 +150,7 @@ class Engine:
 
 def main() -> None:
     options = argparse.ArgumentParser()
-    for name in ("--model", "--address", "--name"):
+    for name in ("--model", "--address", "--name", "--transport"):
         options.add_argument(name, required=True)
     chosen = options.parse_args()
     events = os.fdopen(os.dup(1), "w", buffering=1)
@@ -161,7 +161,7 @@ def main() -> None:
         with lock:
             events.write(json.dumps({"event": event, "at_s": time.monotonic(), **fields}) + "\n")
 
-    engine = Engine(chosen.model, chosen.address, chosen.name)
+    engine = Engine(chosen.model, chosen.address, chosen.name, chosen.transport)
     try:
         tell("ready")
         for line in sys.stdin:
