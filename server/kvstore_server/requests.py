@@ -162,22 +162,31 @@ class Requests:
         return pb.ServerMessage(reserved=pb.Reserved(write_id=write.id, outcomes=bytes(write.outcomes)))
 
     async def _store_part(self, connection: Connection, request_id: int, request: pb.StorePart) -> None:
-        await connection.answer_with(
-            lambda: self._bring_in(connection, _plan(connection, request)), request_id=request_id
-        )
+        def plan() -> Coroutine[Any, Any, pb.ServerMessage]:
+            intake = _plan(connection, request)
+            if isinstance(intake.copies.region, RemoteRegion):
+                _, peer = self._reach(connection)
+                return self._bring_over(connection, intake, intake.copies.region, peer.use(request.region))
+            return self._bring_in(intake)
 
-    async def _bring_in(self, connection: Connection, intake: Intake) -> pb.ServerMessage:
+        await connection.answer_with(plan, request_id=request_id)
+
+    async def _bring_in(self, intake: Intake) -> pb.ServerMessage:
+        checksums = await self._mover.take_in(intake.copies)
+        return _taken_in(intake, self._store.parts_arrived(intake, checksums))
+
+    async def _bring_over(
+        self, connection: Connection, intake: Intake, region: RemoteRegion, done: Callable[[], None]
+    ) -> pb.ServerMessage:
         """Raises: StoreUnavailable, if the client's memory cannot be reached; its blocks are given up then."""
-        copies = intake.copies
-        if isinstance(copies.region, RemoteRegion):
-            slabs = self._store.tier.mappings(intake.slots)
-            try:
-                checksums = await self._read(connection, copies.region, copies.pieces, slabs)
-            except BaseException:
-                self._store.parts_lost(intake)
-                raise
-        else:
-            checksums = await self._mover.take_in(copies)
+        slabs = self._store.tier.mappings(intake.slots)
+        try:
+            checksums = await self._read(connection, region, intake.copies.pieces, slabs)
+        except BaseException:
+            self._store.parts_lost(intake)
+            raise
+        finally:
+            done()
         return _taken_in(intake, self._store.parts_arrived(intake, checksums))
 
     async def _read(
@@ -218,15 +227,19 @@ class Requests:
                 region=region,
                 offsets=unpack_u64(request.offsets, name="offsets"),
             )
-            return self._bring_out(connection, region, delivery)
+            _, peer = self._reach(connection)
+            return self._bring_out(connection, region, delivery, peer.use(region.number))
 
         await connection.answer_with(plan, request_id=request_id)
 
-    async def _bring_out(self, connection: Connection, region: RemoteRegion, delivery: Delivery) -> pb.ServerMessage:
+    async def _bring_out(
+        self, connection: Connection, region: RemoteRegion, delivery: Delivery, done: Callable[[], None]
+    ) -> pb.ServerMessage:
         slabs = self._store.tier.mappings(delivery.slots)
         try:
             await self._move(Op.WRITE, connection, region, delivery.pieces, slabs)
         finally:
+            done()
             errors = delivered(delivery)
         fetched = pb.Fetched(errors=[pb.BlockError(index=at, status=status_of(error)) for at, error in errors.items()])
         if self._checksums:
@@ -234,19 +247,26 @@ class Requests:
         return pb.ServerMessage(fetched=fetched)
 
     async def _register_region(self, connection: Connection, request_id: int, request: pb.RegisterRegion) -> None:
-        self._reach(connection)
-        await connection.answer_with(
-            lambda: self._add_region(connection, *_region(connection, request)), request_id=request_id
-        )
-
-    async def _add_region(self, connection: Connection, region: RemoteRegion, metadata: bytes) -> pb.ServerMessage:
         transfers, peer = self._reach(connection)
+
+        def plan() -> Coroutine[Any, Any, pb.ServerMessage]:
+            region = _region(connection, request)
+            work = transfers.add(peer, request.metadata, region)
+            return self._add_region(connection, region, work, peer.use(region.number))
+
+        await connection.answer_with(plan, request_id=request_id)
+
+    async def _add_region(
+        self, connection: Connection, region: RemoteRegion, work: Awaitable[None], done: Callable[[], None]
+    ) -> pb.ServerMessage:
         try:
-            await transfers.add(peer, metadata, region)
+            await work
         except KVStoreError as error:
             connection.session.drop_regions([region.number])
             log.warning("region refused", error=str(error), session=connection.session.id)
             return pb.ServerMessage(status=status_of(error))
+        finally:
+            done()
         return pb.ServerMessage(region_registered=pb.RegionRegistered())
 
     def _take_in_now(self, connection: Connection, request: pb.StorePart) -> pb.ServerMessage:
@@ -347,8 +367,8 @@ def _plan(connection: Connection, request: pb.StorePart) -> Intake:
     )
 
 
-def _region(connection: Connection, request: pb.RegisterRegion) -> tuple[RemoteRegion, bytes]:
-    """The region, whose id and bytes are taken from now on, and the metadata. Raises: InvalidRequest; StoreFull."""
+def _region(connection: Connection, request: pb.RegisterRegion) -> RemoteRegion:
+    """The region, whose id and bytes are taken from now on. Raises: InvalidRequest; StoreFull."""
     connection.session.check_region(request.region, request.size_bytes)
     if not (request.size_bytes and request.address and request.address + request.size_bytes < 1 << 63):
         raise InvalidRequest(
@@ -357,7 +377,7 @@ def _region(connection: Connection, request: pb.RegisterRegion) -> tuple[RemoteR
         )
     region = RemoteRegion(request.region, request.address, request.size_bytes)
     connection.session.add_region(request.region, region)
-    return region, request.metadata
+    return region
 
 
 def _taken_in(intake: Intake, num_committed: int) -> pb.ServerMessage:

@@ -44,11 +44,23 @@ class Peer:
         self.over = ""  # why nothing new is posted
         self._on_broken = on_broken
         self.turns = asyncio.Semaphore(PEER_POSTS)
-        self.moves: dict[int, set[asyncio.Future[None]]] = {}  # by region
+        self._uses: dict[int, set[asyncio.Future[None]]] = {}  # by region
 
     def __repr__(self) -> str:
-        state = self.over or f"{sum(map(len, self.moves.values()))} movements"
+        state = self.over or f"{sum(map(len, self._uses.values()))} uses of its regions"
         return f"<Peer {self.name[:8]} [{state}]>"
+
+    def use(self, region: int) -> Callable[[], None]:
+        """The region is used from now on, until the function returned is called."""
+        use = asyncio.get_running_loop().create_future()
+        uses = self._uses.setdefault(region, set())
+        uses.add(use)
+
+        def done() -> None:
+            uses.discard(use)
+            use.set_result(None)
+
+        return done
 
     def give_up(self, reason: str) -> None:
         """Nothing new is posted; unless that was so already, the session is told to end."""
@@ -56,10 +68,10 @@ class Peer:
             self.over = reason
             self._on_broken(reason)
 
-    async def quiet(self, regions: Sequence[int]) -> None:
-        """No movement that was under way with these regions touches them any more."""
-        moves = [move for region in regions for move in self.moves.get(region, ())]
-        await asyncio.gather(*moves, return_exceptions=True)
+    async def quiet(self, regions: Sequence[int] | None = None) -> None:
+        """Nothing that used these regions, or any, touches them any more."""
+        chosen = list(self._uses) if regions is None else regions
+        await asyncio.gather(*(use for region in chosen for use in self._uses.get(region, ())))
 
 
 class Transfers:
@@ -93,6 +105,8 @@ class Transfers:
         reach.
         """
         await self._trial.of(peer.name, metadata, region)
+        if peer.over:
+            raise StoreUnavailable(f"region {region.number}: not added, as {peer.over}")
         await in_thread(
             self._agent.add_peer,
             peer.name,
@@ -108,24 +122,18 @@ class Transfers:
         `slabs` is the memory on this side. Raises: StoreUnavailable, if the peer is gone or the session ended, after
         all that was posted is over.
         """
-        move = asyncio.get_running_loop().create_future()
-        peer.moves.setdefault(region.number, set()).add(move)
-        try:
-            for slab in slabs:
-                await self._register(slab)
-            local, remote, sizes = cut(pieces.local, pieces.remote, pieces.sizes)
-            jobs = [self._post(op, peer, region, local[job], remote[job], sizes[job]) for job in posts(sizes)]
-            failures = [one for one in await asyncio.gather(*jobs, return_exceptions=True) if one is not None]
-            if failures:
-                raise failures[0]
-        finally:
-            peer.moves[region.number].discard(move)
-            move.set_result(None)
+        for slab in slabs:
+            await self._register(slab)
+        local, remote, sizes = cut(pieces.local, pieces.remote, pieces.sizes)
+        jobs = [self._post(op, peer, region, local[job], remote[job], sizes[job]) for job in posts(sizes)]
+        failures = [one for one in await asyncio.gather(*jobs, return_exceptions=True) if one is not None]
+        if failures:
+            raise failures[0]
 
     async def remove(self, peer: Peer) -> None:
         """The agent knows the peer no more; whatever was under way with it is over."""
         peer.over = peer.over or "its session has ended"
-        await peer.quiet(list(peer.moves))
+        await peer.quiet()
         await in_thread(self._agent.remove_peer, peer.name)
 
     async def close(self) -> None:
