@@ -20,6 +20,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client.session import Answer, Session
 
 REGISTER_TIMEOUT_S = 2.0
+REACH_TIMEOUT_S = 8.0  # the same between hosts, where the daemon first tries whether it can reach the memory
 
 
 class Region:
@@ -135,10 +136,11 @@ class Regions:
         """All open regions are registered with this session; one that is refused says so when it is used."""
         with self._lock:
             self._session = session
+            timeout_s = REGISTER_TIMEOUT_S if session.agent is None else REACH_TIMEOUT_S
             for region in self._open:
                 region.session = None
                 try:
-                    region.register(session, time.monotonic() + REGISTER_TIMEOUT_S)
+                    region.register(session, time.monotonic() + timeout_s)
                 except KVStoreError as error:
                     region.refusal = error
 

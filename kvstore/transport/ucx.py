@@ -98,7 +98,7 @@ class Agent:
         self.name = name
         self.device = device
         self._nixl = nixl = _nixl()
-        self._lock = threading.Lock()  # of registrations, and of the end
+        self._lock = threading.RLock()  # of registrations, and of the end; finalizers may take it anywhere
         self._registered: dict[int, list[Any]] = {}  # by the address where it begins
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -156,11 +156,12 @@ class Agent:
     def metadata(self, address: int) -> bytes:
         """What a peer must know to reach this agent, and the memory registered at this address."""
         with self._lock:
+            agent = self._alive()
             descriptors = self._nixl.nixlRegDList(self._nixl.DRAM_SEG)
             for piece in self._registered[address]:
                 for index in range(piece.descCount()):
                     descriptors.addDesc(piece[index])
-            described: bytes = self._alive().getLocalPartialMD(descriptors, True, [self._backend])
+            described: bytes = agent.getLocalPartialMD(descriptors, True, [self._backend])
             return described
 
     # Peers, and transfers with them.
