@@ -204,9 +204,8 @@ class KVClient:
             num_workers=FETCHES_AT_ONCE if remote else self.options.copy_threads,
             counters=self._counters,
         )
-        source_of = self._remote_source if remote else self._mapped_source
         if hashes:
-            locate(load, session, partial(source_of, session, plan), plan=plan, follow=follow, deadline=deadline)
+            locate(load, session, partial(self._source, session, plan), plan=plan, follow=follow, deadline=deadline)
         return load
 
     def store(
@@ -302,7 +301,7 @@ class KVClient:
     def _new_lease(self) -> str:
         return f"client/{next(self._lease_numbers)}"
 
-    def _mapped_source(
+    def _source(
         self,
         session: Session,
         plan: LoadPlan,
@@ -310,19 +309,11 @@ class KVClient:
         location: Location,
         errors: dict[int, KVStoreError],
         deadline: float,
-    ) -> Source:
-        mapped = map_slabs(session, self._slabs, location, errors, deadline)
-        return Source(self.spec, plan.hashes, packed, location, mapped, plan.parts)
-
-    def _remote_source(
-        self,
-        session: Session,
-        plan: LoadPlan,
-        packed: bytes,
-        location: Location,
-        errors: dict[int, KVStoreError],
-        deadline: float,
-    ) -> RemoteSource:
+    ) -> Source | RemoteSource:
+        """From where a load reads, as `locate` asks for it."""
+        if session.agent is None:
+            mapped = map_slabs(session, self._slabs, location, errors, deadline)
+            return Source(self.spec, plan.hashes, packed, location, mapped, plan.parts)
         return RemoteSource(
             self.spec,
             plan,

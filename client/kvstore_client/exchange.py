@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -63,10 +64,10 @@ class Exchange:
         _, fds = self._ask(Request(Op.REGION, number, size_bytes), [fd], deadline)
         _close_all(fds)
 
-    def call(self, message: bytes, *, undo: bytes, deadline: float) -> bytes | None:
+    def call(self, message: bytes, *, undo: Callable[[], bytes], deadline: float) -> bytes | None:
         """The ServerMessage that answers this ClientMessage; None, and nothing was done, if it must take the stream.
 
-        `undo` is sent, behind it, if the answer does not come in time. Raises: StoreTimeout; what the daemon
+        What `undo` makes is sent, behind it, if the answer does not come in time. Raises: StoreTimeout; what the daemon
         answers.
         """
         if self._unreachable or not self._lock.acquire(blocking=False):
@@ -83,7 +84,7 @@ class Exchange:
                 reply = Reply.decode(bytes(memoryview(self._buffer)[:size]))
             except TimeoutError:
                 with suppress(OSError):
-                    _send_now(connection, Request(Op.TELL, body=undo))
+                    _send_now(connection, Request(Op.TELL, body=undo()))
                 raise
             if reply.code == Unsupported.code:
                 return None

@@ -166,9 +166,13 @@ class Session:
         if not self.alive:
             return None
         message.request_id = next(self._ids)
-        undone = undo(message.request_id)
-        undone.request_id = next(self._ids)
-        data = self.exchange.call(message.SerializeToString(), undo=undone.SerializeToString(), deadline=deadline)
+
+        def undoing() -> bytes:
+            undone = undo(message.request_id)
+            undone.request_id = next(self._ids)
+            return undone.SerializeToString()
+
+        data = self.exchange.call(message.SerializeToString(), undo=undoing, deadline=deadline)
         if data is None:
             return None
         answer = pb.ServerMessage.FromString(data)

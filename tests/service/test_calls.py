@@ -114,7 +114,7 @@ def test_a_part_that_would_keep_others_waiting_is_referred_to_the_stream_and_not
     region.array[:] = np.arange(len(region.array)) % 251
     with client.store(more) as write:
         part = write._part(np.arange(num_blocks), write.parts[:], region.number, np.zeros((num_blocks, 2), np.int64))
-        asked = session.exchange.call(part.SerializeToString(), undo=b"", deadline=time.monotonic() + DEADLINE_S)
+        asked = session.exchange.call(part.SerializeToString(), undo=bytes, deadline=time.monotonic() + DEADLINE_S)
         assert asked is None
         assert daemon.stats().counters.bytes_stored == 4 * KV.block_bytes
         write.put_blocks(region.array.reshape(num_blocks, -1))

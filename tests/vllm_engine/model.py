@@ -1,9 +1,22 @@
 """A model small enough for tests, and a tokenizer for it."""
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 MLA_LAYERS: Final = 3
+# Of all models. So wide that the next token depends on every position that is attended to.
+SIZES: Final[dict[str, Any]] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+    "dtype": "float32",
+}
+HEADS: Final = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
 def write_model(folder: Path, *, seed: int = 0) -> Path:
@@ -13,22 +26,11 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=512,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-        dtype="float32",
+        **SIZES,
+        **HEADS,
     )
-    LlamaForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
-    return folder
+    return _saved(LlamaForCausalLM(config), folder)
 
 
 def write_hybrid_model(folder: Path, *, seed: int = 0) -> Path:
@@ -41,26 +43,15 @@ def write_hybrid_model(folder: Path, *, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     config = Gemma3TextConfig(
-        hidden_size=128,
-        intermediate_size=256,
         num_hidden_layers=6,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         sliding_window=65,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         query_pre_attn_scalar=32,
-        vocab_size=512,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
         pad_token_id=0,
-        initializer_range=0.2,
-        dtype="float32",
+        **SIZES,
+        **HEADS,
     )
-    Gemma3ForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
-    return folder
+    return _saved(Gemma3ForCausalLM(config), folder)
 
 
 def write_chunked_model(folder: Path, *, seed: int = 0) -> Path:
@@ -70,29 +61,18 @@ def write_chunked_model(folder: Path, *, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     config = Llama4TextConfig(
-        hidden_size=128,
-        intermediate_size=256,
         intermediate_size_mlp=256,
         num_hidden_layers=4,
         attention_chunk_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         moe_layers=[],
         interleave_moe_layer_step=0,
         num_local_experts=1,
         use_qk_norm=False,
-        vocab_size=512,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
         pad_token_id=0,
-        initializer_range=0.2,
-        dtype="float32",
+        **SIZES,
+        **HEADS,
     )
-    Llama4ForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
-    return folder
+    return _saved(Llama4ForCausalLM(config), folder)
 
 
 def write_mla_model(folder: Path) -> Path:
@@ -102,8 +82,6 @@ def write_mla_model(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = DeepseekV2Config(
-        hidden_size=128,
-        intermediate_size=256,
         moe_intermediate_size=64,
         num_hidden_layers=MLA_LAYERS,
         first_k_dense_replace=MLA_LAYERS,
@@ -117,15 +95,13 @@ def write_mla_model(folder: Path) -> Path:
         qk_rope_head_dim=64,
         qk_nope_head_dim=128,
         v_head_dim=128,
-        vocab_size=512,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.03,
-        dtype="float32",
+        **SIZES | {"initializer_range": 0.03},
     )
-    DeepseekV2ForCausalLM(config).float().save_pretrained(folder, safe_serialization=True)
+    return _saved(DeepseekV2ForCausalLM(config), folder)
+
+
+def _saved(model: Any, folder: Path) -> Path:
+    model.float().save_pretrained(folder, safe_serialization=True)
     return folder
 
 

@@ -28,10 +28,19 @@ def arguments(*, chunked: bool, prefix_cache: bool, ranks: int) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no-prefix-cache", "prefix-cache"])
-@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-@pytest.mark.parametrize("async_load", [False, True], ids=["sync", "async"])
+def each_way(test: Callable[..., None]) -> Callable[..., None]:
+    """The test, for each combination of what the engine may be told."""
+    for name, values, ids in (
+        ("async_load", [False, True], ["sync", "async"]),
+        ("chunked", [False, True], ["whole", "chunked"]),
+        ("prefix_cache", [False, True], ["no-prefix-cache", "prefix-cache"]),
+        ("ranks", [1, 2], ["1", "2"]),
+    ):
+        test = pytest.mark.parametrize(name, values, ids=ids)(test)
+    return test
+
+
+@each_way
 def test_tokens_are_those_without_the_connector(
     engine: Callable[..., Engine],
     daemon: DaemonProcess,
@@ -60,10 +69,7 @@ def test_tokens_are_those_without_the_connector(
     assert daemon.stats().blocks_committed == NUM_BLOCKS
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no-prefix-cache", "prefix-cache"])
-@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
-@pytest.mark.parametrize("async_load", [False, True], ids=["sync", "async"])
+@each_way
 def test_decode_instance_gives_the_same_tokens_from_what_a_prefill_instance_saved(
     engine: Callable[..., Engine],
     daemon: DaemonProcess,

@@ -1,7 +1,9 @@
 """Prefill and decode on two engines at the same time: decode follows what prefill is still writing."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from service.harness import DaemonProcess, eventually
 from vllm_engine.engine import BLOCK_TOKENS, LAYERS, Engine, prompt, transfer_config
@@ -12,6 +14,18 @@ MakeEngine = Callable[..., Engine]
 PROMPT = prompt(300, seed=17)
 NUM_BLOCKS = 9
 FOLLOW = {"kvstore": "follow"}
+
+
+def begin_both(
+    engine: MakeEngine, daemon: DaemonProcess, folder: Path, **options: Any
+) -> tuple[Engine, Engine, "Future[Any]", "Future[Any]"]:
+    """Prefill, decode, and what each was asked: decode first, and prefill holds its puts until there is `folder`/go."""
+    prefill = engine(transfer_config(daemon.address, role="kv_producer", granularity="layer"))
+    decode = engine(transfer_config(daemon.address, role="kv_consumer", **options))
+    prefill.ask("hold_puts", folder=str(folder))
+    decoded = decode.begin("generate", prompts=[PROMPT], transfer=FOLLOW)
+    prefilled = prefill.begin("generate", prompts=[PROMPT], max_tokens=1)
+    return prefill, decode, prefilled, decoded
 
 
 def test_prefill_keeps_nothing_for_decode_which_computes_less_than_a_block(
@@ -35,11 +49,7 @@ def test_decode_that_is_asked_first_waits_for_prefill_and_follows_it(
 ) -> None:
     """Prefill stands still after its first layer, until decode has begun to load."""
     (expected,) = reference([PROMPT])
-    prefill = engine(transfer_config(daemon.address, role="kv_producer", granularity="layer"))
-    decode = engine(transfer_config(daemon.address, role="kv_consumer"))
-    prefill.ask("hold_puts", folder=str(tmp_path))
-    decoded = decode.begin("generate", prompts=[PROMPT], transfer=FOLLOW)
-    prefilled = prefill.begin("generate", prompts=[PROMPT], max_tokens=1)
+    _, decode, prefilled, decoded = begin_both(engine, daemon, tmp_path)
     eventually((tmp_path / "begun").exists, "prefill has computed a layer")
     eventually(lambda: daemon.stats().blocks_leased == NUM_BLOCKS, "decode follows all blocks")
     assert daemon.stats().blocks_committed == 0
@@ -54,11 +64,7 @@ def test_decode_follows_layer_by_layer_within_its_forward_pass(
     engine: MakeEngine, daemon: DaemonProcess, reference: Reference, tmp_path: Path
 ) -> None:
     (expected,) = reference([PROMPT])
-    prefill = engine(transfer_config(daemon.address, role="kv_producer", granularity="layer"))
-    decode = engine(transfer_config(daemon.address, role="kv_consumer", async_load=False))
-    prefill.ask("hold_puts", folder=str(tmp_path))
-    decoded = decode.begin("generate", prompts=[PROMPT], transfer=FOLLOW)
-    prefilled = prefill.begin("generate", prompts=[PROMPT], max_tokens=1)
+    _, decode, prefilled, decoded = begin_both(engine, daemon, tmp_path, async_load=False)
     eventually(lambda: daemon.stats().blocks_leased == NUM_BLOCKS, "decode follows all blocks")
     (tmp_path / "go").touch()
     assert prefilled.result()["tokens"] == [expected[:1]]
@@ -82,11 +88,7 @@ def test_decode_computes_by_itself_when_prefill_dies_while_it_is_followed(
 ) -> None:
     """Covers: B7, C5."""
     (expected,) = reference([PROMPT])
-    prefill = engine(transfer_config(daemon.address, role="kv_producer", granularity="layer"))
-    decode = engine(transfer_config(daemon.address, role="kv_consumer"))
-    prefill.ask("hold_puts", folder=str(tmp_path))
-    decoded = decode.begin("generate", prompts=[PROMPT], transfer=FOLLOW)
-    prefill.begin("generate", prompts=[PROMPT], max_tokens=1)
+    prefill, decode, _, decoded = begin_both(engine, daemon, tmp_path)
     eventually(lambda: daemon.stats().blocks_leased == NUM_BLOCKS, "decode follows all blocks")
     prefill.kill()
     assert decoded.result()["tokens"] == [expected]
