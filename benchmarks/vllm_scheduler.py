@@ -56,7 +56,7 @@ def request(name: int, num_blocks: int) -> Any:
 
 def serve(side: SchedulerSide, one: Any, num_blocks: int) -> tuple[float, int]:
     """One request from its arrival to its end: (seconds in the connector, tokens that it was given)."""
-    table = list(range(num_blocks + 1))
+    tables = (list(range(num_blocks + 1)),)
     spent = 0.0
 
     def timed(call: Any, *arguments: Any, **named: Any) -> Any:
@@ -70,8 +70,8 @@ def serve(side: SchedulerSide, one: Any, num_blocks: int) -> tuple[float, int]:
     while (answer := timed(side.num_matched_tokens, one, 0))[0] is None:
         pass
     num_tokens: int = answer[0]
-    timed(side.allocated, one, table, num_tokens)
-    timed(side.plan, {}, lambda request_id: table)
+    timed(side.allocated, one, tables, num_tokens)
+    timed(side.plan, {}, lambda request_id: tables)
     timed(side.heard, loaded={one.request_id}, failed=())
     timed(side.finished, one.request_id)
     return spent, num_tokens
@@ -99,6 +99,7 @@ def measure(*, num_requests: int, num_blocks: int) -> dict[str, Any]:
                 options=options,
                 revision="r",
                 block_tokens=BLOCK_TOKENS,
+                has_windows=False,
                 saves=True,
                 loads=True,
                 open_client=open_client,

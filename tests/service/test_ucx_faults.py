@@ -137,6 +137,7 @@ def test_a_client_killed_in_mid_transfer_holds_nothing_any_more(
     daemon = make_daemon(cpu_capacity="32MiB", slab_bytes="3MiB")
     client = connect(daemon, KV)
     store(client, HASHES)
+    client.match(HASHES, lease="kept")  # what is stored now would evict it
     moved = daemon.stats().counters
     busy = child(scenario, address=daemon.address, fields=FIELDS, length=4)
     busy.step()
@@ -151,7 +152,7 @@ def test_a_client_killed_in_mid_transfer_holds_nothing_any_more(
     busy.kill()
 
     eventually(lambda: len(daemon.stats().sessions) == 1)
-    eventually(lambda: not (daemon.stats().blocks_leased or daemon.stats().blocks_writing))
+    eventually(lambda: (daemon.stats().blocks_leased, daemon.stats().blocks_writing) == (4, 0))
     assert (loaded(client, HASHES) == DATA).all()
 
 
