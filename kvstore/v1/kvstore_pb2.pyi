@@ -279,14 +279,18 @@ class Arrived(_message.Message):
     def __init__(self, blocks: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., errors: _Optional[_Iterable[_Union[BlockError, _Mapping]]] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class Store_(_message.Message):
-    __slots__ = ("parent", "hashes", "parts")
+    __slots__ = ("parent", "hashes", "parts", "segments", "epoch")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     parent: bytes
     hashes: bytes
     parts: bytes
-    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ...) -> None: ...
+    segments: bytes
+    epoch: int
+    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., segments: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("write_id", "outcomes")
@@ -607,22 +611,44 @@ class DrainReply(_message.Message):
     def __init__(self) -> None: ...
 
 class MembersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("watch",)
+    WATCH_FIELD_NUMBER: _ClassVar[int]
+    watch: bool
+    def __init__(self, watch: _Optional[bool] = ...) -> None: ...
 
 class MembersReply(_message.Message):
-    __slots__ = ("members",)
+    __slots__ = ("members", "epoch", "replicas", "stale")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    replicas: int
+    stale: bool
+    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., epoch: _Optional[int] = ..., replicas: _Optional[int] = ..., stale: _Optional[bool] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("boot_id", "addresses")
+    __slots__ = ("boot_id", "addresses", "node_id", "capacity_bytes", "state")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Member.State]
+        UP: _ClassVar[Member.State]
+        DRAINING: _ClassVar[Member.State]
+    STATE_UNSPECIFIED: Member.State
+    UP: Member.State
+    DRAINING: Member.State
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, boot_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    node_id: str
+    capacity_bytes: int
+    state: Member.State
+    def __init__(self, boot_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., node_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., state: _Optional[_Union[Member.State, str]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("snapshot",)

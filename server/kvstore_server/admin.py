@@ -167,8 +167,9 @@ class AdminService:
         await self._on_drain()  # health checks say NOT_SERVING from now on
         return pb.DrainReply()
 
-    async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:
-        return pb.MembersReply(members=[pb.Member(boot_id=self._boot_id, addresses=self._addresses)])
+    async def Members(self, request: pb.MembersRequest, context: Any) -> AsyncIterator[pb.MembersReply]:
+        me = pb.Member(boot_id=self._boot_id, addresses=self._addresses, state=pb.Member.UP)
+        yield pb.MembersReply(members=[me])
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Event]:
         await self._authorize(context)

@@ -103,7 +103,7 @@ class DaemonProcess:
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
-                self.admin.Members(pb.MembersRequest(), wait_for_ready=True, timeout=1.0)
+                next(self.admin.Members(pb.MembersRequest(), wait_for_ready=True, timeout=1.0))
                 return self
             except grpc.RpcError as error:
                 if process.poll() is not None or time.monotonic() > deadline:
