@@ -14,6 +14,7 @@ from kvstore.wire import spec_to_proto, unpack_hashes
 from kvstore_server.access import AUTHORIZATION, authorize
 from kvstore_server.config import Settings
 from kvstore_server.level import State
+from kvstore_server.roster import Roster, View
 from kvstore_server.service import StoreService, code_of
 from kvstore_server.store import Store
 from kvstore_server.values import Change, Space, change_of
@@ -75,24 +76,32 @@ class AdminService:
         store: Store,
         service: StoreService,
         journal: Journal,
+        roster: Roster,
         settings: Settings,
         *,
         on_drain: Callable[[], Awaitable[None]],
         boot_id: BootId,
-        addresses: list[str],
         version: str,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._service = service
         self._journal = journal
+        self._roster = roster
         self._settings = settings
         self._on_drain = on_drain
         self._boot_id = boot_id
-        self._addresses = addresses
         self._version = version
         self._clock = clock
         self._started_at = clock()
+        self._members_told: set[asyncio.Event] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """The streams of Members end, and no new one stays."""
+        self._closed = True
+        for told in self._members_told:
+            told.set()
 
     def stats(self) -> pb.StatsReply:
         """What the daemon is doing at this moment."""
@@ -168,8 +177,22 @@ class AdminService:
         return pb.DrainReply()
 
     async def Members(self, request: pb.MembersRequest, context: Any) -> AsyncIterator[pb.MembersReply]:
-        me = pb.Member(boot_id=self._boot_id, addresses=self._addresses, state=pb.Member.UP)
-        yield pb.MembersReply(members=[me])
+        told = self._roster.view
+        yield _members_reply(told)
+        changed = asyncio.Event()
+        self._roster.watch(changed.set)
+        self._members_told.add(changed)
+        try:
+            while request.watch and not self._closed:
+                if self._roster.view != told:
+                    told = self._roster.view
+                    yield _members_reply(told)
+                else:
+                    await changed.wait()
+                    changed.clear()
+        finally:
+            self._roster.unwatch(changed.set)
+            self._members_told.discard(changed)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Event]:
         await self._authorize(context)
@@ -227,3 +250,21 @@ class AdminService:
             await context.abort(code_of(error), str(error))
             raise error  # abort raises; this line tells the type checker so
         return space
+
+
+def _members_reply(view: View) -> pb.MembersReply:
+    return pb.MembersReply(
+        members=[
+            pb.Member(
+                boot_id=member.boot_id,
+                addresses=member.addresses,
+                node_id=member.node_id,
+                capacity_bytes=member.capacity_bytes,
+                state=pb.Member.DRAINING if member.draining else pb.Member.UP,
+            )
+            for member in view.members
+        ],
+        epoch=view.epoch,
+        replicas=view.replicas,
+        stale=view.stale,
+    )

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from kvstore.errors import StoreTimeout, StoreUnavailable
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore_server.roster import View
 from kvstore_server.values import Counters
 
 GATHER_TIMEOUT_S: Final = 5.0  # below the 10 s after which Prometheus gives up a scrape
@@ -54,10 +55,11 @@ class DiskState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The daemon at one moment; `disk` is None where there is no disk tier."""
+    """The daemon at one moment; `disk` is None where there is no disk tier, `members` in a store of one machine."""
 
     stats: pb.StatsReply
     disk: DiskState | None
+    members: View | None
 
 
 def series(snapshot: Snapshot) -> Iterator[Metric]:
@@ -77,6 +79,14 @@ def series(snapshot: Snapshot) -> Iterator[Metric]:
         backlog, failed = snapshot.disk.backlog_bytes, snapshot.disk.num_failed
         yield GaugeMetricFamily("kvstore_spill_backlog_bytes", "Bytes that wait to be written to disk.", backlog)
         yield GaugeMetricFamily("kvstore_disks_failed", "Disks that are not written until a restart.", failed)
+    if snapshot.members is not None:
+        view = snapshot.members
+        count = len(view.members)
+        yield GaugeMetricFamily("kvstore_cluster_members", "Daemons of the store, as this one knows them.", count)
+        yield GaugeMetricFamily("kvstore_cluster_epoch", "How often the members have changed.", view.epoch)
+        yield GaugeMetricFamily(
+            "kvstore_cluster_stale", "1: Redis cannot be reached, and the members last known stand.", view.stale
+        )
 
 
 def _blocks(stats: pb.StatsReply) -> Iterator[Metric]:

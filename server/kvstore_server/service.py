@@ -37,6 +37,7 @@ from kvstore_server.config import Settings
 from kvstore_server.connection import Connection, Context
 from kvstore_server.mover import Mover
 from kvstore_server.requests import Requests
+from kvstore_server.roster import Roster
 from kvstore_server.session import Session as ClientSession
 from kvstore_server.store import Store
 from kvstore_server.transfers import Peer, Transfers
@@ -57,6 +58,7 @@ class StoreService:
         store: Store,
         mover: Mover,
         transfers: Transfers | None,
+        roster: Roster,
         settings: Settings,
         *,
         boot_id: BootId,
@@ -65,7 +67,7 @@ class StoreService:
         clock: Callable[[], float],
     ) -> None:
         self.connections: dict[SessionId, Connection] = {}
-        self._requests = Requests(store, mover, transfers, checksums=settings.checksums)
+        self._requests = Requests(store, mover, transfers, roster, checksums=settings.checksums)
         self._transfers = transfers
         self._leaving: set[asyncio.Task[None]] = set()  # peers whose transfers are not over
         self._store = store
