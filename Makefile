@@ -39,6 +39,7 @@ serve: $(DEV)  ## run the daemon in the foreground (ARGS=...)
 	$(BIN)/kvstore serve $(ARGS)
 
 test: $(DEMO)  ## run all tests (PYTEST_ARGS=...)
+	@sh tests/install_redis.sh
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 test-vllm: $(VLLM)  ## run the connector's tests on vLLM, on the CPU (about 2 GB; PYTEST_ARGS=...)

@@ -292,7 +292,7 @@ def test_a_wrong_password_is_as_no_redis_and_is_never_logged(make_node: MakeNode
     agree([a], "a")
     log = a.log.read_text()
     assert log.count("Redis cannot be reached") == 1
-    assert "AuthenticationError" in log
+    assert "invalid username-password pair" in log
     assert "wr0ng" not in log
 
 
@@ -493,7 +493,7 @@ def port() -> int:
 def test_a_redis_cluster_is_used(make_redis: Callable[..., RedisServer], make_node: MakeNode, port: int) -> None:
     redis = make_redis("--port", str(port), "--cluster-enabled", "yes", "--cluster-port", str(port + 1)).start()
     redis.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
-    eventually(lambda: "cluster_state:ok" in str(redis.client.execute_command("CLUSTER INFO")))
+    eventually(lambda: redis.client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
     url = f"redis+cluster://127.0.0.1:1,127.0.0.1:{port}"
     a, b = make_node("a", cluster_url=url), make_node("b", cluster_url=url)
     agree([a, b], "ab")
