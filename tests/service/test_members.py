@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ TTL_S = 1.5  # three heartbeats, each of which a busy machine may delay
 KV = spec(layers=2, bytes_per_part=8192)
 HASHES = chain(4, of=KV)
 NODE_KEY = "{kvstore:kvstore}:node:"
+EPOCH_KEY = "{kvstore:kvstore}:epoch"
 
 MakeNode = Callable[..., DaemonProcess]
 Connect = Callable[..., KVClient]
@@ -142,6 +145,7 @@ def test_one_that_stops_says_goodbye_and_is_gone_at_once(make_node: MakeNode, re
     assert agree([a], "a").epoch > before.epoch
     again = b.start()
     agree([a, again], "ab")
+    assert "this daemon is no member" not in again.log.read_text(), "it waited for nobody"
 
 
 def test_one_that_is_killed_lapses_and_the_others_go_on(make_node: MakeNode, connect: Connect) -> None:
@@ -229,9 +233,28 @@ def test_the_epoch_rises_whatever_redis_forgets(make_node: MakeNode, redis: Redi
         watch.until(lambda reply, before=before: reply.epoch > before.epoch)
         assert all("b" in nodes(reply) for reply in watch.replies if reply.epoch >= before.epoch)
     agree([a, b], "ab")
-    redis.client.hset("{kvstore:kvstore}:epoch", "epoch", 1)  # as one that came up from an old copy
+    redis.client.hset(EPOCH_KEY, "epoch", 1)  # as one that came up from an old copy
     watch.until(lambda reply: reply.epoch > before.epoch + 1)
     assert rises(watch.replies)
+
+
+def test_one_epoch_is_one_set_of_members_also_after_a_failover(
+    make_node: MakeNode, redis: RedisServer, stack: ExitStack
+) -> None:
+    """Covers: D1. Redis lost the epoch at which one daemon drained, and gave its number out again."""
+    a, b = (make_node(node_id, cluster_ttl_s=9.0) for node_id in "ab")
+    before = agree([a, b], "ab")
+    watch = stack.enter_context(closing(Watch(a)))
+    os.kill(a.pid, signal.SIGSTOP)
+    try:
+        b.admin.Drain(pb.DrainRequest())
+        eventually(lambda: redis.client.hget(EPOCH_KEY, "epoch") == str(before.epoch + 1))
+        b.kill()
+        redis.client.hset(EPOCH_KEY, "epoch", before.epoch)
+    finally:
+        os.kill(a.pid, signal.SIGCONT)
+    drained = watch.until(lambda reply: reply.members[1].state == pb.Member.DRAINING)
+    assert drained.epoch == before.epoch + 1
 
 
 def test_a_redis_that_hangs_holds_up_nothing_and_takes_nobody_away(
@@ -280,6 +303,21 @@ def test_a_daemon_starts_serves_and_stops_without_redis_and_joins_when_it_is_the
     b.start()
     redis.start()
     agree([a, b], "ab")
+
+
+def test_a_user_who_may_do_no_more_than_the_page_says_is_enough(make_node: MakeNode, redis: RedisServer) -> None:
+    """Of docs/operations/cluster.md."""
+    page = (Path(__file__).parents[2] / "docs" / "operations" / "cluster.md").read_text()
+    found = re.search(r"needs `([^`]+)` on `(~[^`]+)`", page)
+    assert found is not None
+    rules = [*found[1].split(), found[2].replace("NAME", "kvstore")]
+    redis.client.acl_setuser("kv", enabled=True, passwords=["+pw"], reset=True)
+    redis.client.execute_command("ACL SETUSER", "kv", *rules)
+    url = f"unix://kv:pw@{redis.socket_path}"
+    a, b = make_node("a", cluster_url=url), make_node("b", cluster_url=url)
+    agree([a, b], "ab")
+    b.kill()
+    agree([a], "a")
 
 
 def test_a_wrong_password_is_as_no_redis_and_is_never_logged(make_node: MakeNode, redis: RedisServer) -> None:
