@@ -75,13 +75,13 @@ return {'members', epoch, digest, members, left}
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What a daemon says of itself, as JSON. Fields of a newer daemon are passed over."""
+    """What a daemon says of itself, as JSON. Fields and states that only a newer daemon knows are passed over."""
 
     boot_id: str
     addresses: tuple[str, ...]
     capacity_bytes: int
     replicas: int
-    state: Literal["up", "draining", "left"]
+    state: str
 
 
 class Members:
@@ -223,12 +223,17 @@ def connect(url: ClusterUrl, *, timeout_s: float) -> Any:
         from redis.asyncio.cluster import ClusterNode
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
+        from redis.exceptions import ConnectionError  # no builtin
     except ImportError as error:
         raise InvalidRequest("cluster: redis is not installed; pip install 'kvstore[cluster]'") from error
+    each_s = (
+        timeout_s / (len(url.hosts) + 1) if len(url.hosts) > 1 else timeout_s
+    )  # one that hangs leaves time for the next
     options: dict[str, Any] = {
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "retry": Retry(NoBackoff(), 1),  # a connection that Redis closed is not yet Redis that is gone
+        "socket_timeout": each_s,
+        "socket_connect_timeout": each_s,
+        # A connection that Redis closed is not yet Redis that is gone.
+        "retry": Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
         "protocol": 2,
     }
     if url.scheme in ("redis", "rediss", "unix"):
