@@ -66,7 +66,7 @@ class Daemon:
         if settings.ucx_device:
             self._transfers = Transfers(
                 device=settings.ucx_device,
-                num_threads=settings.copy_threads,
+                num_drivers=max(1, settings.copy_threads // 2),  # the kernel copies on as many cores again
                 patience_s=SILENT_HEARTBEATS * settings.heartbeat_s,
             )
         self._journal = Journal(self.boot_id)

@@ -75,17 +75,17 @@ class Peer:
 
 
 class Transfers:
-    """The daemon's agent on one network device, and `num_threads` that drive it.
+    """The daemon's agent on one network device, and the threads that drive it.
 
     A peer with which something is under way for `patience_s` is given up.
 
     Raises: Unsupported, if NIXL is not installed or the device cannot be used.
     """
 
-    def __init__(self, *, device: str, num_threads: int, patience_s: float) -> None:
+    def __init__(self, *, device: str, num_drivers: int, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._agent = Agent(secrets.token_hex(16), device=device, num_workers=num_threads)
-        self._drivers = [_Driver(number) for number in range(num_threads)]
+        self._agent = Agent(secrets.token_hex(16), device=device, num_pollers=num_drivers)
+        self._drivers = [_Driver(number) for number in range(num_drivers)]
         self._registered: dict[int, asyncio.Future[None]] = {}  # by address
         self._next = 0
         self._trial = Trial(device)
