@@ -443,7 +443,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "counters", "blocks_committed", "blocks_writing", "blocks_leased", "blocks_pinned", "sessions", "draining")
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "counters", "blocks_committed", "blocks_writing", "blocks_leased", "blocks_pinned", "sessions", "draining", "loop_gaps")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -455,6 +455,7 @@ class StatsReply(_message.Message):
     BLOCKS_PINNED_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LOOP_GAPS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
     uptime_s: float
@@ -466,7 +467,18 @@ class StatsReply(_message.Message):
     blocks_pinned: int
     sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
     draining: bool
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks_committed: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    loop_gaps: LoopGaps
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks_committed: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., draining: _Optional[bool] = ..., loop_gaps: _Optional[_Union[LoopGaps, _Mapping]] = ...) -> None: ...
+
+class LoopGaps(_message.Message):
+    __slots__ = ("bounds_s", "counts", "total_s")
+    BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    total_s: float
+    def __init__(self, bounds_s: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total_s: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "slab_bytes", "used_bytes", "num_slabs", "pages", "place")

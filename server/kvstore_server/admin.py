@@ -13,6 +13,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import spec_to_proto, unpack_hashes
 from kvstore_server.access import AUTHORIZATION, authorize
 from kvstore_server.config import Settings
+from kvstore_server.gaps import BOUNDS_S, LoopGaps
 from kvstore_server.level import State
 from kvstore_server.service import StoreService, code_of
 from kvstore_server.store import Store
@@ -76,6 +77,7 @@ class AdminService:
         service: StoreService,
         journal: Journal,
         settings: Settings,
+        gaps: LoopGaps,
         *,
         on_drain: Callable[[], Awaitable[None]],
         boot_id: BootId,
@@ -87,6 +89,7 @@ class AdminService:
         self._service = service
         self._journal = journal
         self._settings = settings
+        self._gaps = gaps
         self._on_drain = on_drain
         self._boot_id = boot_id
         self._addresses = addresses
@@ -125,6 +128,7 @@ class AdminService:
                 for connection in self._service.connections.values()
             ],
             draining=self._service.draining,
+            loop_gaps=pb.LoopGaps(bounds_s=BOUNDS_S, counts=self._gaps.counts, total_s=self._gaps.total_s),
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
