@@ -279,18 +279,16 @@ class Arrived(_message.Message):
     def __init__(self, blocks: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., errors: _Optional[_Iterable[_Union[BlockError, _Mapping]]] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class Store_(_message.Message):
-    __slots__ = ("parent", "hashes", "parts", "segments", "epoch")
+    __slots__ = ("parent", "hashes", "parts", "epoch")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
-    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     parent: bytes
     hashes: bytes
     parts: bytes
-    segments: bytes
     epoch: int
-    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., segments: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("write_id", "outcomes")
@@ -669,7 +667,7 @@ class WatchRequest(_message.Message):
     def __init__(self, snapshot: _Optional[bool] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("boot_id", "sequence", "kind", "namespace", "hashes", "parents", "tier", "block_tokens")
+    __slots__ = ("boot_id", "sequence", "kind", "namespace", "hashes", "parents", "tier", "block_tokens", "segments")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Event.Kind]
@@ -688,6 +686,7 @@ class Event(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     sequence: int
     kind: Event.Kind
@@ -696,4 +695,5 @@ class Event(_message.Message):
     parents: bytes
     tier: str
     block_tokens: int
-    def __init__(self, boot_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[Event.Kind, str]] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tier: _Optional[str] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    segments: bytes
+    def __init__(self, boot_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[Event.Kind, str]] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tier: _Optional[str] = ..., block_tokens: _Optional[int] = ..., segments: _Optional[bytes] = ...) -> None: ...

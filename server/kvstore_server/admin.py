@@ -53,6 +53,7 @@ class Journal:
             parents=change.parents.tobytes(),
             tier=change.tier,
             block_tokens=change.block_tokens,
+            segments=b"" if change.segments is None else change.segments.tobytes(),
         )
 
     def end_of_snapshot(self, sequence: int) -> pb.Event:
@@ -203,7 +204,8 @@ class AdminService:
             for tier, level in (("cpu", space.index.memory), ("gpu", space.index.gpu), ("disk", space.index.disk)):
                 rows = stored[level.has(stored)]
                 for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
-                    change = change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS], tier=tier)
+                    some = rows[begin : begin + _SNAPSHOT_BLOCKS]
+                    change = change_of(space, some, tier=tier, placed=self._store.placed)
                     events.append(self._journal.event(change, sequence))
         return [*events, self._journal.end_of_snapshot(sequence)]
 
