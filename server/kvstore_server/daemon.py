@@ -31,6 +31,7 @@ from kvstore_server.beside import TiersBeside
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
 from kvstore_server.expiry import Expiry
+from kvstore_server.gaps import LoopGaps
 from kvstore_server.members import Members
 from kvstore_server.mover import Mover
 from kvstore_server.roster import Member, Roster
@@ -68,7 +69,7 @@ class Daemon:
         if settings.ucx_device:
             self._transfers = Transfers(
                 device=settings.ucx_device,
-                num_threads=settings.copy_threads,
+                num_drivers=max(1, settings.copy_threads // 2),  # the kernel copies on as many cores again
                 patience_s=SILENT_HEARTBEATS * settings.heartbeat_s,
             )
         self._journal = Journal(self.boot_id)
@@ -106,12 +107,14 @@ class Daemon:
             clock=time.monotonic,
         )
         self._health = health.aio.HealthServicer()
+        self._gaps = LoopGaps(time.monotonic)
         self._admin = AdminService(
             self.store,
             self.service,
             self._journal,
             self._roster,
             settings,
+            self._gaps,
             on_drain=self._show_draining,
             boot_id=self.boot_id,
             version=version,
@@ -146,6 +149,7 @@ class Daemon:
         self._reaper = asyncio.create_task(self.service.reap_silent())
         expiry = Expiry(self.store, ttl_s=self.settings.ttl_s, clock=time.monotonic)
         self._expiry = asyncio.create_task(expiry.run())
+        self._striking = asyncio.create_task(self._gaps.run())
         self._prefault = threading.Thread(target=self._take_memory, name="kvstore-prefault", daemon=True)
         if self.settings.prefault:
             self._prefault.start()
@@ -163,9 +167,10 @@ class Daemon:
         for connection in list(self.service.connections.values()):
             connection.stop_reading("the daemon is stopping; reconnect later")
         await self._server.stop(self.settings.stop_timeout_s)
-        for task in (self._reaper, self._expiry):
+        tasks = self._reaper, self._expiry, self._striking
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(self._reaper, self._expiry, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._descriptors.close()
         await asyncio.to_thread(self._mover.close)
         if self._transfers is not None:
