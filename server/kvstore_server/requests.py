@@ -161,15 +161,10 @@ class Requests:
             raise StoreFull("the store is draining and takes nothing new; skip this save")
         if len(request.parent) not in (0, HASH_BYTES):
             raise InvalidRequest(f"parent: expected {HASH_BYTES} bytes or none, got {len(request.parent)}")
-        hashes = unpack_hashes(request.hashes)
-        if len(request.segments) not in (0, 8 * len(hashes)):
-            raise InvalidRequest(
-                f"segments: expected 8 bytes for each of {len(hashes)} blocks, or none, got {len(request.segments)}"
-            )
         write = connection.session.reserve(
             request_id,
             parent=BlockHash(request.parent) if request.parent else None,
-            hashes=hashes,
+            hashes=unpack_hashes(request.hashes),
             parts=unpack_u32(request.parts, name="parts").tolist(),
         )
         return pb.ServerMessage(reserved=pb.Reserved(write_id=write.id, outcomes=bytes(write.outcomes)))

@@ -17,11 +17,9 @@ from click.testing import CliRunner
 from service.harness import DEADLINE_S, DaemonProcess, RawStream, eventually, store
 from service.redis_server import RedisServer, needs_redis
 
-from kvstore.errors import InvalidRequest, MembersChanged
+from kvstore.errors import MembersChanged
 from kvstore.hashing import pack
-from kvstore.placement import segments
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire import pack_u64
 from kvstore_client import KVClient, Outcome
 from kvstore_server.cli import main
 
@@ -447,7 +445,7 @@ def test_a_store_by_members_of_the_past_is_refused_and_reads_never_are(
     a, b = make_node("a"), make_node("b")
     old = agree([a, b], "ab").epoch
     stream = raw(a, KV)
-    body = {"hashes": pack(HASHES), "segments": pack_u64(segments(HASHES))}
+    body = {"hashes": pack(HASHES)}
     reserved = stream.ask(store=pb.Store_(**body, epoch=old)).reserved
     assert reserved.outcomes == bytes([Outcome.NEW] * 4)
     assert stream.ask(abort=pb.Abort(write_id=reserved.write_id)).aborted.num_blocks == 4
@@ -462,16 +460,6 @@ def test_a_store_by_members_of_the_past_is_refused_and_reads_never_are(
         reserved = stream.ask(store=pb.Store_(**body, epoch=epoch)).reserved
         assert reserved.outcomes == bytes([Outcome.NEW] * 4)
         stream.ask(abort=pb.Abort(write_id=reserved.write_id))
-
-
-@pytest.mark.parametrize("named", [b"\xff" * 31, b"\xff" * 24, b"\xff" * 40, b"\xff"])
-def test_segments_are_one_a_block_or_none(shared: DaemonProcess, raw: Callable[..., RawStream], named: bytes) -> None:
-    stream = raw(shared, KV)
-    status = stream.ask(store=pb.Store_(hashes=pack(HASHES), segments=named)).status
-    assert status.code == InvalidRequest.code
-    assert "segments: expected 8 bytes for each of 4 blocks" in status.message
-    reserved = stream.ask(store=pb.Store_(hashes=pack(HASHES), segments=b"\xff" * 32)).reserved
-    assert len(reserved.outcomes) == 4
 
 
 def status_of(*arguments: str) -> dict:
