@@ -72,8 +72,8 @@ class Daemon:
                 num_drivers=max(1, settings.copy_threads // 2),  # the kernel copies on as many cores again
                 patience_s=SILENT_HEARTBEATS * settings.heartbeat_s,
             )
-        self._journal = Journal(self.boot_id)
         clustered = bool(settings.cluster_url)
+        self._journal = Journal(self.boot_id)
         me = Member(
             node_id=settings.node_id if clustered else "",
             boot_id=self.boot_id,
@@ -90,6 +90,7 @@ class Daemon:
             on_change=self._journal.record,
             on_slab_closed=lambda slab, readers: self.service.slab_closed(slab, readers),
             policy=settings.eviction_policy,
+            placed=clustered,
         )
         self._private: tempfile.TemporaryDirectory[str] | None = None  # of the shm socket, if there is no unix socket
         self._shm_path = self._choose_shm_path()

@@ -19,7 +19,9 @@ from service.redis_server import RedisServer, needs_redis
 
 from kvstore.errors import MembersChanged
 from kvstore.hashing import pack
+from kvstore.placement import segments
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire import pack_u64
 from kvstore_client import KVClient, Outcome
 from kvstore_server.cli import main
 
@@ -460,6 +462,17 @@ def test_a_store_by_members_of_the_past_is_refused_and_reads_never_are(
         reserved = stream.ask(store=pb.Store_(**body, epoch=epoch)).reserved
         assert reserved.outcomes == bytes([Outcome.NEW] * 4)
         stream.ask(abort=pb.Abort(write_id=reserved.write_id))
+
+
+def test_events_tell_by_what_blocks_are_placed_where_there_are_several_daemons(
+    make_node: MakeNode, daemon: DaemonProcess, connect: Connect
+) -> None:
+    a = make_node("a")
+    for one, told_segments in ((a, pack_u64(segments(HASHES))), (daemon, b"")):
+        store(connect(one, KV), HASHES)
+        watch = one.admin.Watch(pb.WatchRequest(snapshot=True), timeout=DEADLINE_S)
+        assert next(watch).segments == told_segments
+        watch.cancel()
 
 
 def status_of(*arguments: str) -> dict:
