@@ -312,10 +312,15 @@ def test_hashes_under_an_adapter_depend_on_its_weights_not_on_its_path(tmp_path:
 def test_options_are_checked_and_unknown_ones_refused_with_the_nearest() -> None:
     options = ConnectorOptions.parse({"address": "unix:/a", "granularity": "layer", "timeout_s": 2})
     assert (options.granularity, options.timeout_s, options.async_load) == (Granularity.LAYER, 2.0, True)
+    between = ConnectorOptions.parse({"address": "10.0.0.1:7311", "transport": "ucx", "ucx_device": "eth0"})
+    assert (between.transport, between.ucx_device, options.transport) == ("ucx", "eth0", "auto")
     for config, says in (
         ({"address": "unix:/a", "asynch_load": True}, "'asynch_load'; the nearest is 'async_load'"),
         ({"address": "unix:/a", "granularity": "block"}, "granularity: expected one of request, layer, chunk, auto"),
         ({"address": "unix:/a", "async_load": "yes"}, "async_load: expected a bool, got 'yes'"),
+        ({"address": "unix:/a", "transport": "rdma"}, "transport: expected one of auto, shm, ucx, got 'rdma'"),
+        ({"address": "unix:/a", "transport": ["shm"]}, "transport: expected one of"),
+        ({"address": "unix:/a", "ucx_device": 0}, "ucx_device: expected a str, got 0"),
         ({"address": "unix:/a", "timeout_s": 0}, "timeout_s: expected more than 0"),
         ({"address": "unix:/a", "prefill_tokens_per_s": -1}, "prefill_tokens_per_s: expected at least 0"),
         ({}, "expected an address"),

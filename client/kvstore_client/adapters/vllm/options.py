@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from kvstore.errors import InvalidRequest
 
@@ -25,7 +25,7 @@ class ConnectorOptions:
     Raises: InvalidRequest, if a value is out of its bounds; it names the option.
     """
 
-    address: str  # of the daemon: "unix:/path/kvstore.sock", or "host:port" of one on this host
+    address: str  # of the daemon: "unix:/path/kvstore.sock", or "host:port"
     token: str = ""
     tenant: str = "default"
     revision: str = ""  # of the weights; empty: the hub commit, or a digest of the model's files
@@ -34,6 +34,8 @@ class ConnectorOptions:
     timeout_s: float = 1.0  # of a lookup, a reservation, and of waiting for the daemon's other answers
     load_timeout_s: float = 5.0  # from the beginning of a load to its end
     follow_timeout_s: float = 60.0  # the same for one that follows a prefill under way elsewhere
+    transport: Literal["auto", "shm", "ucx"] = "auto"  # "auto": shm where the daemon's socket can be reached, else ucx
+    ucx_device: str = ""  # network device of transfers between hosts; empty: the one towards the daemon
     prefill_tokens_per_s: float = 0.0  # that this engine computes; 0: what the store has is always loaded
 
     def __post_init__(self) -> None:
@@ -74,6 +76,10 @@ def _of_kind(key: str, value: object, kind: object) -> object:
             return Granularity(str(value))
         except ValueError:
             raise InvalidRequest(f"{key}: expected one of {', '.join(Granularity)}, got {value!r:.80}") from None
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise InvalidRequest(f"{key}: expected one of {', '.join(get_args(kind))}, got {value!r:.80}")
+        return value
     if kind is float and type(value) is int:
         return float(value)
     assert isinstance(kind, type)
