@@ -62,15 +62,15 @@ def test_decode_loads_by_ucx_what_prefill_on_another_host_has_saved(
     assert prefill.generate([PROMPT], max_tokens=1) == [expected[:1]]
     saved = prefill.counted(lambda counts: counts["blocks_saved"] == NUM_BLOCKS)
     assert saved["save_failures"] == 0
-    block_bytes = daemon.stats().counters.bytes_stored
-    assert traffic(hosts, "prefill", "tx") > block_bytes
+    stored_bytes = daemon.stats().counters.bytes_stored
+    assert traffic(hosts, "prefill", "tx") > stored_bytes
 
     decode = engine_on("decode", "kv_consumer", ucx_device=DEVICE)
     assert decode.generate([PROMPT]) == [expected]
     loaded = decode.counted(lambda counts: counts["blocks_loaded"] == NUM_BLOCKS)
     assert (loaded["lookup_failures"], loaded["load_failures"]) == (0, 0)
     assert loaded["hit_tokens"] == NUM_BLOCKS * BLOCK_TOKENS
-    assert traffic(hosts, "decode", "rx") > block_bytes
+    assert traffic(hosts, "decode", "rx") > stored_bytes
 
 
 def test_decode_follows_prefill_on_another_host_layer_by_layer(

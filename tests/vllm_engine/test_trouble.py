@@ -289,6 +289,15 @@ def test_works_inside_multi_connector_with_another_beside_it(
     assert counts["loads"] == 2, counts
 
 
+def test_an_engine_that_is_to_use_ucx_and_has_no_nixl_is_refused_at_start(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nixl_cu12.py").write_text("raise ImportError('hidden by the test')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    failure = engine(transfer_config("127.0.0.1:1", transport="ucx")).start_failure()
+    assert "transport: ucx: expected NIXL to be installed, got: hidden by the test" in failure
+
+
 @pytest.mark.parametrize(
     ("transfer", "arguments", "says"),
     [
