@@ -1,5 +1,6 @@
 """Which engines share blocks, and which configurations are refused: from stand-ins for vLLM's configuration."""
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
+from kvstore.transport.ucx import why_unavailable
 from kvstore_client.adapters.vllm.groups import check_options, groups_of
 from kvstore_client.adapters.vllm.identity import (
     Identity,
@@ -327,3 +329,16 @@ def test_options_are_checked_and_unknown_ones_refused_with_the_nearest() -> None
     ):
         with pytest.raises(InvalidRequest, match=says):
             ConnectorOptions.parse(config)
+
+
+def test_ucx_that_was_asked_for_and_cannot_be_had_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    ConnectorOptions(address="h:1", ucx_device="none0").check_transport()  # not asked for
+    by_ucx = ConnectorOptions(address="h:1", transport="ucx", ucx_device="none0")
+    if not why_unavailable():
+        ConnectorOptions(address="h:1", transport="ucx").check_transport()
+        with pytest.raises(InvalidRequest, match="transport: ucx_device none0: expected a device of this host"):
+            by_ucx.check_transport()
+    for name in ("nixl_cu12", "nixl_cu12._bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InvalidRequest, match="transport: ucx: expected NIXL to be installed"):
+        by_ucx.check_transport()

@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
-from kvstore.transport.ucx import why_unavailable
 from kvstore_client.adapters.vllm.caches import Tensor
 from kvstore_client.adapters.vllm.counters import Tally
 from kvstore_client.adapters.vllm.groups import NULL_BLOCK, check_options, groups_of
@@ -62,8 +61,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_version(vllm.__version__)
         check_config(vllm_config, kv_cache_config)
         self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config)
-        if self._options.transport == "ucx" and (why_not := why_unavailable()):
-            raise InvalidRequest(f"transport: {why_not}")
+        self._options.check_transport()
         self._groups = groups_of(kv_cache_config)
         transfer = self._kv_transfer_config
         check_options(self._options, self._groups, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)

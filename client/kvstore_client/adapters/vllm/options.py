@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unsupported
+from kvstore.transport.ucx import Agent
 
 
 class Granularity(StrEnum):
@@ -48,6 +49,17 @@ class ConnectorOptions:
                 raise InvalidRequest(f"{name}: expected more than 0 and at most 3600, got {getattr(self, name)!r}")
         if not self.prefill_tokens_per_s >= 0:
             raise InvalidRequest(f"prefill_tokens_per_s: expected at least 0, got {self.prefill_tokens_per_s!r}")
+
+    def check_transport(self) -> None:
+        """If ucx was asked for, this process can have it, and has loaded it, which a first load or save would wait for.
+
+        Raises: InvalidRequest, if NIXL is not installed, or there is no such device.
+        """
+        if self.transport == "ucx":
+            try:
+                Agent("trial", device=self.ucx_device or "lo").close()
+            except Unsupported as error:
+                raise InvalidRequest(f"transport: {error}") from None
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ConnectorOptions":
