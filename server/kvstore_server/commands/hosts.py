@@ -18,7 +18,7 @@ _NAMESPACES: Final = Path("/run/netns")
 class Hosts:
     """Network namespaces `<prefix>-<name>` with the addresses `<network>.1` and on, in the order of their names.
 
-    Making one makes no namespace: `make` does. A context manager, whose end removes them.
+    There are none before `make`.
     """
 
     def __init__(self, prefix: str, *names: str, network: str = "10.77.0") -> None:
@@ -28,13 +28,6 @@ class Hosts:
     def __repr__(self) -> str:
         state = "made" if (_NAMESPACES / self._switch).exists() else "not made"
         return f"<Hosts {self._prefix} [{', '.join(self._names)}; {state}]>"
-
-    def __enter__(self) -> "Hosts":
-        self.make()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
 
     def namespace(self, name: str) -> str:
         return f"{self._prefix}-{name}"
