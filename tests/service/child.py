@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -155,6 +156,46 @@ def round_trip(address: str, fields: dict, length: int, seed: int, ucx_device: s
         return
     num_stored = sum(outcome.name == "STORED" for outcome in writing.outcomes)
     stop(f"stored {num_stored} loaded {result.num_loaded} wrong {int((target != data).sum())}")
+
+
+def round_trips(address: str, fields: dict, length: int) -> None:
+    """Stores chains and loads each again until it is told to stop; says how many, and how many bytes were wrong."""
+    client = connect(address, fields)
+    stop("ready")
+    told = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), told.set()), daemon=True).start()
+    num_rounds = wrong = 0
+    while not told.is_set():
+        num_rounds += 1
+        hashes = chain(length, of=client.spec, seed=num_rounds)
+        data = rows(client.spec, hashes)
+        target = np.zeros_like(data)
+        with client.store(hashes) as writing:
+            writing.put_blocks(data)
+        result = client.load(hashes, into=BlockRows(target)).wait()
+        assert not result.errors, result.errors
+        wrong += int((target != data).sum())
+    stop(f"{num_rounds} {wrong}")
+
+
+def hurried(address: str, fields: dict, length: int, timeout_s: float) -> None:
+    """Loads and stores with a deadline, then loads with another; says what came of each."""
+    client = connect(address, fields)
+    hashes = chain(length, of=client.spec, seed=1)
+    data = rows(client.spec, hashes)
+    target = np.zeros_like(data)
+    said = []
+    try:
+        client.load(hashes, into=BlockRows(target), timeout_s=timeout_s).wait()
+    except KVStoreError as error:
+        said.append(f"load {type(error).__name__}")
+    try:
+        client.store(chain(length, of=client.spec, seed=2), timeout_s=timeout_s)
+    except KVStoreError as error:
+        said.append(f"store {type(error).__name__}")
+    target[:] = 0
+    result = client.load(hashes, into=BlockRows(target)).wait()
+    stop(f"{' '.join(said)} then {result.num_loaded} wrong {int((target != data).sum())}")
 
 
 def load_until_cut(address: str, fields: dict, length: int) -> None:
