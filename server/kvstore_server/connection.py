@@ -59,9 +59,10 @@ class Connection:
         return posted
 
     def stop_reading(self, reason: str) -> None:
-        """The stream ends from this side, with UNAVAILABLE and this reason."""
-        self.ending = reason
-        self._reader.cancel()
+        """The stream ends from this side, with UNAVAILABLE and the first reason that was given."""
+        if not self.ending:
+            self.ending = reason
+            self._reader.cancel()
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]], *, request_id: int) -> None:
         """The work goes on beside the reader, until the stream ends."""
