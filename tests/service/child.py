@@ -3,7 +3,9 @@
 Run as `child.py SCENARIO '{"address": ..., ...}'`; not a test.
 """
 
+import ctypes
 import json
+import mmap
 import os
 import socket
 import sys
@@ -22,11 +24,11 @@ from kvstore_client import BlockRows, ClientOptions, KVClient
 TIMEOUT_S = 20.0
 
 
-def stop(word: str) -> None:
-    """The test hears the word; this returns when the test says so."""
+def stop(word: str) -> str:
+    """The test hears the word; this returns what the test says, when it does."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
-    sys.stdin.readline()
+    return sys.stdin.readline().strip()
 
 
 def connect(address: str, fields: dict) -> KVClient:
@@ -128,15 +130,35 @@ def churn(address: str, fields: list[dict], num_chains: int, length: int, seed: 
             stop(" ".join(f"{what} {count}" for what, count in done.items()))
 
 
-def agent(name: str, size_bytes: int, number: int) -> None:
-    """Only the agent of a client, on the loopback device; says where its memory is, and how often it holds a 7."""
-    from kvstore.transport.ucx import Agent
+def agent(
+    size_bytes: int, number: int, filled: int = 7, at: int = 0, device: str = "lo", ports: str = "0"
+) -> None:
+    """Only the agent of a client, named as it is told; says where its memory is, and how often it holds `filled`.
 
-    memory = np.full(size_bytes, 7, np.uint8)
-    passive = Agent(name, device="lo")
+    `at` is the address of the memory, 0: any; `ports` the range from which the agent takes that where it listens.
+    """
+    os.environ["UCX_TCP_PORT_RANGE"] = ports
+    from kvstore.transport.ucx import Agent, why_unavailable
+
+    assert not why_unavailable()  # it is loaded before the session begins that waits for this agent
+    memory = memory_at(at, size_bytes) if at else np.zeros(size_bytes, np.uint8)
+    memory[:] = filled
+    passive = Agent(stop("ready"), device=device)
     passive.register(memory.ctypes.data, size_bytes, device_id=number)
     stop(json.dumps([memory.ctypes.data, passive.metadata(memory.ctypes.data).hex()]))
-    stop(str(int((memory == 7).sum())))
+    stop(str(int((memory == filled).sum())))
+
+
+def memory_at(address: int, size_bytes: int) -> np.ndarray:
+    """Memory of this process that begins there."""
+    fixed = 0x100000  # MAP_FIXED_NOREPLACE
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    got = libc.mmap(address, size_bytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
+    assert got == address, f"mmap: {os.strerror(ctypes.get_errno())}"
+    return np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), np.uint8)
 
 
 def round_trip(address: str, fields: dict, length: int, seed: int, ucx_device: str = "") -> None:

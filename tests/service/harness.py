@@ -178,9 +178,10 @@ class Child:
         assert line, f"the child ended with {self._process.wait(DEADLINE_S)}"
         return line.strip()
 
-    def go_on(self) -> None:
+    def go_on(self, word: str = "") -> None:
+        """The child goes on, and is told this."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
     def send(self, number: int) -> None:

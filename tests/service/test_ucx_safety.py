@@ -239,8 +239,10 @@ def test_a_client_out_of_reach_is_refused_when_it_registers(
     daemon: DaemonProcess, honest: KVClient, raw: Raw, child: Callable[..., Child]
 ) -> None:
     """Covers: D10."""
+    peer = child("agent", size_bytes=4096, number=1)
+    peer.step()
     stream = raw(daemon, KV)
-    peer = child("agent", name=stream.welcome.ucx.agent_name, size_bytes=4096, number=1)  # type: ignore[attr-defined]
+    peer.go_on(stream.welcome.ucx.agent_name)  # type: ignore[attr-defined]
     address, metadata = json.loads(peer.step())
     peer.send(signal.SIGSTOP)
     region = pb.RegisterRegion(region=1, size_bytes=4096, address=address, metadata=bytes.fromhex(metadata))
