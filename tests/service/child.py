@@ -7,9 +7,12 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import socket
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -218,6 +221,76 @@ def hurried(address: str, fields: dict, length: int, timeout_s: float) -> None:
     target[:] = 0
     result = client.load(hashes, into=BlockRows(target)).wait()
     stop(f"{' '.join(said)} then {result.num_loaded} wrong {int((target != data).sum())}")
+
+
+def many(address: str, fields: dict, length: int, count: int) -> None:
+    """So many clients at once, in processes of their own; stops when all are connected; says how many were right.
+
+    Each stores a chain of its own, and loads that and one that they share. They are forked, so that they are light.
+    """
+    ready, say_ready = os.pipe()
+    go, say_go = os.pipe()
+
+    def one(number: int) -> bool:
+        client = connect(address, fields)
+        os.write(say_ready, b".")
+        os.close(say_go)
+        os.read(go, 1)  # until the parent has closed it, too
+        own = chain(length, of=client.spec, seed=number)
+        data = rows(client.spec, own)
+        with client.store(own) as writing:
+            writing.put_blocks(data)
+        right = all(outcome.name == "STORED" for outcome in writing.outcomes)
+        for hashes in (own, chain(length, of=client.spec)):
+            target = np.zeros_like(data)
+            right &= client.load(hashes, into=BlockRows(target)).wait().num_loaded == length
+            right &= bool((target == rows(client.spec, hashes)).all())
+        return right
+
+    pids = [forked(lambda number=number: one(number)) for number in range(1, count + 1)]
+    os.close(say_ready)
+    for _ in pids:
+        os.read(ready, 1)
+    stop("connected")
+    os.close(say_go)
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    stop(f"{codes.count(0)} right")
+
+
+def killed_in_turn(address: str, fields: dict, length: int) -> None:
+    """Clients, as many as it is told, one after the other; each is killed while it loads and stores from a region."""
+
+    def one() -> bool:
+        client = connect(address, fields)
+        region = client.region(2 * length * client.spec.block_bytes)
+        to_store, to_load = region.array.reshape(2, length, -1)
+        writing = client.store(chain(length, of=client.spec, seed=1))
+        client.load(chain(length, of=client.spec), into=BlockRows(to_load))
+        writing.put(0, to_store[:, : client.spec.part_bytes[0]])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    while times := int(stop("ready")):
+        for _ in range(times):
+            _, code = os.waitpid(forked(one), 0)
+            assert code == signal.SIGKILL
+
+
+def forked(work: Callable[[], bool]) -> int:
+    """A process that has loaded all that a client needs, and ends with 0 if the work says that all was right."""
+    import grpc  # noqa: F401 - here and now, so that it is not loaded once in each
+
+    from kvstore.transport.ucx import why_unavailable
+
+    why_unavailable()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os._exit(0 if work() else 1)
+    finally:
+        traceback.print_exc()
+        os._exit(2)
 
 
 def load_until_cut(address: str, fields: dict, length: int) -> None:
