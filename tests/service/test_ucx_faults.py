@@ -1,6 +1,7 @@
 """Peers of another host that stop or die in mid-transfer: no byte is wrong, and nothing is kept for ever."""
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from service.harness import NO_UCX, Child, DaemonProcess, RawStream, eventually,
 from service.puppet import Puppet
 
 from kvstore.types import ByteArray
+from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client import BlockRows, KVClient, Outcome, StoreTimeout, StoreUnavailable
 
 pytestmark = pytest.mark.skipif(bool(NO_UCX), reason=NO_UCX)
@@ -109,6 +111,21 @@ def test_blocks_on_their_way_to_a_stopped_client_are_not_evicted_before_it_dies(
     eventually(lambda: store(client, chain(1, of=KV, seed=99)) != [Outcome.FULL], "their room can be used")
 
 
+def test_what_is_under_way_with_a_stopped_client_is_bounded_whatever_it_asked_for(
+    make_daemon: MakeDaemon, connect: Connect, raw: Raw, child: MakeChild
+) -> None:
+    """Covers: C7. Of 48 MiB that it asked to have read, 16 are."""
+    daemon = make_daemon(heartbeat_s=0.5, slab_bytes="4MiB")
+    client = connect(daemon, KV, transport="shm")
+    session = stopped(daemon, raw, child)
+    for seed in range(1, 13):
+        session.store(chain(4, of=KV, seed=seed))
+    assert daemon.stats().blocks_writing == 48
+    assert session.stream.end().code() is grpc.StatusCode.UNAVAILABLE
+    eventually(lambda: (len(daemon.stats().sessions), daemon.stats().blocks_writing) == (1, 0))
+    assert len(fill(client)) == 40, "as many as it tries, of 64 MiB"
+
+
 @pytest.mark.parametrize("scenario", ["load_large", "store_large"])
 def test_a_client_killed_in_mid_transfer_holds_nothing_any_more(
     make_daemon: MakeDaemon, connect: Connect, child: MakeChild, scenario: str
@@ -200,9 +217,10 @@ def test_nothing_is_written_after_a_load_timed_out_because_the_daemon_stopped(
 
 
 def test_a_daemon_killed_in_mid_load_fails_it_and_the_next_session_has_another_name(
-    daemon: DaemonProcess, connect: Connect
+    make_daemon: MakeDaemon, connect: Connect
 ) -> None:
-    """Covers: A3, D10."""
+    """Covers: A3, D10. It is there within two heartbeats."""
+    daemon = make_daemon(heartbeat_s=5.0)
     client = connect(daemon, KV)
     store(client, HASHES)
     before = client._channel.current
@@ -219,9 +237,37 @@ def test_a_daemon_killed_in_mid_load_fails_it_and_the_next_session_has_another_n
         except StoreUnavailable:
             pass
     daemon.start()
-    client.wait_ready(20)
+    client.wait_ready(10)
     after = client._channel.current
     assert after is not None
     assert after.agent_name != before.agent_name
     assert store(client, HASHES) == [Outcome.STORED] * 4
     assert (loaded(client, HASHES) == DATA).all()
+
+
+def test_a_client_that_waits_for_its_regions_to_be_registered_is_not_taken_for_dead(
+    make_daemon: MakeDaemon, connect: Connect, raw: Raw, child: MakeChild
+) -> None:
+    """Covers: D11. One that is out of reach is tried first, which takes longer than a session may be silent."""
+    daemon = make_daemon(heartbeat_s=0.5)
+    client = connect(daemon, KV)
+    region = client.region(DATA.size)
+    peer = child("agent", size_bytes=4096, number=1)
+    peer.step()
+    stream = raw(daemon, KV)
+    peer.go_on(stream.welcome.ucx.agent_name)  # type: ignore[attr-defined]
+    address, metadata = json.loads(peer.step())
+    peer.send(signal.SIGSTOP)
+    told = {"region": 1, "size_bytes": 4096, "address": address, "metadata": bytes.fromhex(metadata)}
+    stream.start(register_region=pb.RegisterRegion(**told))
+    session = client._channel.current
+    assert session is not None
+
+    session.end(StoreUnavailable("its link was cut"))
+
+    eventually(lambda: client.statistics().reconnects)
+    assert store(client, HASHES) == [Outcome.STORED] * 4
+    into = region.array.reshape(4, -1)
+    assert client.load(HASHES, into=BlockRows(into)).wait().num_loaded == 4
+    assert (into == DATA).all()
+    assert (client.statistics().reconnects, daemon.stats().counters.sessions_opened) == (1, 3)
