@@ -105,7 +105,7 @@ class Connection:
         for task in self._tasks:
             task.cancel()
         if self.peer is not None:
-            self.peer.over = self.peer.over or "its session has ended"
+            self.peer.leave("its session has ended")
             if self._jobs:
                 await asyncio.wait(self._jobs, timeout=PEER_GRACE_S)
         await asyncio.gather(*self._tasks, *([] if self.peer else self._jobs), return_exceptions=True)

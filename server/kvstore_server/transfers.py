@@ -62,10 +62,16 @@ class Peer:
 
         return done
 
+    def leave(self, reason: str) -> None:
+        """Nothing new is posted, unless that was so already for another reason."""
+        if not self.over:
+            self.over = reason
+            self.turns.release()  # who waits for a turn gets this one, finds out, and hands it on
+
     def give_up(self, reason: str) -> None:
         """Nothing new is posted; unless that was so already, the session is told to end."""
         if not self.over:
-            self.over = reason
+            self.leave(reason)
             self._on_broken(reason)
 
     async def quiet(self, regions: Sequence[int] | None = None) -> None:
@@ -132,7 +138,7 @@ class Transfers:
 
     async def remove(self, peer: Peer) -> None:
         """The agent knows the peer no more; whatever was under way with it is over."""
-        peer.over = peer.over or "its session has ended"
+        peer.leave("its session has ended")
         await peer.quiet()
         await in_thread(self._agent.remove_peer, peer.name)
 
