@@ -22,6 +22,7 @@ from builders import chain, rows, spec
 
 from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
+from kvstore.transport.ucx import Agent, why_unavailable
 from kvstore_client import BlockRows, ClientOptions, KVClient
 
 TIMEOUT_S = 20.0
@@ -133,16 +134,12 @@ def churn(address: str, fields: list[dict], num_chains: int, length: int, seed: 
             stop(" ".join(f"{what} {count}" for what, count in done.items()))
 
 
-def agent(
-    size_bytes: int, number: int, filled: int = 7, at: int = 0, device: str = "lo", ports: str = "0"
-) -> None:
+def agent(size_bytes: int, number: int, filled: int = 7, at: int = 0, device: str = "lo", ports: str = "0") -> None:
     """Only the agent of a client, named as it is told; says where its memory is, and how often it holds `filled`.
 
     `at` is the address of the memory, 0: any; `ports` the range from which the agent takes that where it listens.
     """
     os.environ["UCX_TCP_PORT_RANGE"] = ports
-    from kvstore.transport.ucx import Agent, why_unavailable
-
     assert not why_unavailable()  # it is loaded before the session begins that waits for this agent
     memory = memory_at(at, size_bytes) if at else np.zeros(size_bytes, np.uint8)
     memory[:] = filled
@@ -201,6 +198,20 @@ def round_trips(address: str, fields: dict, length: int) -> None:
         assert not result.errors, result.errors
         wrong += int((target != data).sum())
     stop(f"{num_rounds} {wrong}")
+
+
+def late(address: str, fields: dict, length: int, timeout_s: float) -> None:
+    """Says why it is not connected; then, when it is told that it can be, loads within that time."""
+    client = KVClient(address, spec(**fields), options=ClientOptions(timeout_s=TIMEOUT_S, transport=sys.argv[3]))
+    hashes = chain(length, of=client.spec, seed=1)
+    try:
+        client.match(hashes)
+    except KVStoreError as error:
+        stop(f"{type(error).__name__} {error}")
+    client.wait_ready(timeout_s)
+    target = np.zeros((length, client.spec.block_bytes), np.uint8)
+    result = client.load(hashes, into=BlockRows(target)).wait()
+    stop(f"loaded {result.num_loaded} wrong {int((target != rows(client.spec, hashes)).sum())}")
 
 
 def hurried(address: str, fields: dict, length: int, timeout_s: float) -> None:
@@ -262,13 +273,14 @@ def killed_in_turn(address: str, fields: dict, length: int) -> None:
 
     def one() -> bool:
         client = connect(address, fields)
+        regions = [client.region(4096) for _ in range(24)]  # so that what is kept of each shows
         region = client.region(2 * length * client.spec.block_bytes)
         to_store, to_load = region.array.reshape(2, length, -1)
         writing = client.store(chain(length, of=client.spec, seed=1))
         client.load(chain(length, of=client.spec), into=BlockRows(to_load))
         writing.put(0, to_store[:, : client.spec.part_bytes[0]])
         os.kill(os.getpid(), signal.SIGKILL)
-        return False
+        return bool(regions)
 
     while times := int(stop("ready")):
         for _ in range(times):
@@ -279,8 +291,6 @@ def killed_in_turn(address: str, fields: dict, length: int) -> None:
 def forked(work: Callable[[], bool]) -> int:
     """A process that has loaded all that a client needs, and ends with 0 if the work says that all was right."""
     import grpc  # noqa: F401 - here and now, so that it is not loaded once in each
-
-    from kvstore.transport.ucx import why_unavailable
 
     why_unavailable()
     pid = os.fork()

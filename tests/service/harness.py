@@ -210,14 +210,14 @@ class RawStream:
         self._last_id = 0
         messages = iter(self._outgoing.get, None)
         if serializer is None:
-            self._stream = StoreStub(self.channel).Session(messages, timeout=60)
+            self._stream = StoreStub(self.channel).Session(messages, timeout=60, wait_for_ready=True)
         else:
             method = self.channel.stream_stream(
                 "/kvstore.v1.Store/Session",
                 request_serializer=serializer,
                 response_deserializer=pb.ServerMessage.FromString,
             )
-            self._stream = method(messages, timeout=60)
+            self._stream = method(messages, timeout=60, wait_for_ready=True)
 
     def send(self, message: Any) -> None:
         self._outgoing.put(message)

@@ -2,7 +2,7 @@
 
 It is a process that carries packets from one TUN device to another, and so needs nothing of the kernel but those. Run
 as `link.py FIRST SECOND`, the names of the namespaces: their devices are `s0` (10.77.0.1) and `e0` (10.77.0.2). Each
-line of its input is a quality; not a test.
+line of its input is a quality, or `renew`: the second namespace is another, and gets a device; not a test.
 """
 
 import collections
@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
 
 ENDS = (("s0", "10.77.0.1/24"), ("e0", "10.77.0.2/24"))
 QUEUE_S = 0.2  # what has to wait for longer until it is sent is dropped, as by a router
@@ -76,18 +76,20 @@ def device(namespace: str, name: str, address: str) -> int:
     return descriptor
 
 
-def carry(ways: list[Way]) -> None:
+def carry(ways: list[Way], renew: Callable[[], None]) -> None:
     """Packets are carried until the input ends."""
     quality = Quality()
     wait_s = 1.0
     while True:
         ready, _, _ = select.select([sys.stdin, *(way.source for way in ways)], [], [], wait_s)
         if sys.stdin in ready:
-            line = sys.stdin.readline()
+            line = sys.stdin.readline().strip()
             if not line:
                 return
-            told: dict[str, Any] = json.loads(line)
-            quality = Quality(**told)
+            if line == "renew":
+                renew()
+            else:
+                quality = Quality(**json.loads(line))
             say("told")
         now = time.monotonic()
         for way in ways:
@@ -101,7 +103,17 @@ def say(word: str) -> None:
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
-    first, second = (device(namespace, *end) for namespace, end in zip(sys.argv[1:], ENDS, strict=True))
+def main(namespaces: Sequence[str]) -> None:
+    first, second = (device(namespace, *end) for namespace, end in zip(namespaces, ENDS, strict=True))
+
+    def renew() -> None:
+        again = device(namespaces[1], *ENDS[1])
+        os.dup2(again, second)  # the old device is gone, and with it its packets
+        os.close(again)
+
     say("ready")
-    carry([Way(first, second, seed=1), Way(second, first, seed=2)])
+    carry([Way(first, second, seed=1), Way(second, first, seed=2)], renew)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import numpy as np
-from service.harness import Child, RawStream
+from service.harness import Child, RawStream, eventually
 
 from kvstore.hashing import pack
 from kvstore.spec import KVSpec
@@ -24,8 +24,9 @@ class Puppet:
         size_bytes = length * kv.block_bytes
         address, metadata = json.loads(peer.step())
         told = {"region": 1, "size_bytes": size_bytes, "address": address, "metadata": bytes.fromhex(metadata)}
-        status = stream.ask(register_region=pb.RegisterRegion(**told)).status
-        assert status.code == 0, status
+        region = pb.RegisterRegion(**told)
+        # More than once: a connection to a dead host of the same address and port is not given up at once.
+        eventually(lambda: stream.ask(register_region=region).status.code == 0)
         offsets = np.arange(length * kv.num_parts, dtype=np.int64) * kv.part_bytes[0]
         self._grid: dict[str, Any] = {"parts": pack_u32(range(kv.num_parts)), "offsets": pack_u64(offsets)}
 

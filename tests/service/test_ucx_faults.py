@@ -115,7 +115,7 @@ def test_what_is_under_way_with_a_stopped_client_is_bounded_whatever_it_asked_fo
     make_daemon: MakeDaemon, connect: Connect, raw: Raw, child: MakeChild
 ) -> None:
     """Covers: C7. Of 48 MiB that it asked to have read, 16 are."""
-    daemon = make_daemon(heartbeat_s=0.5, slab_bytes="4MiB")
+    daemon = make_daemon(heartbeat_s=0.5, slab_bytes="16MiB")
     client = connect(daemon, KV, transport="shm")
     session = stopped(daemon, raw, child)
     for seed in range(1, 13):

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from builders import chain, rows, spec
-from service.harness import DEADLINE_S, NO_UCX, Child, DaemonProcess, eventually, store
+from service.harness import DEADLINE_S, NO_UCX, Child, DaemonProcess, RawStream, eventually, store
 from service.link import Quality
+from service.puppet import Puppet
 
 from kvstore.types import ByteArray
 from kvstore_client import BlockRows, KVClient, Outcome
@@ -51,8 +53,7 @@ class Hosts:
 
     def __enter__(self) -> "Hosts":
         for name in (self.server, self.engine):
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
+            self._boot(name)
         command = [sys.executable, str(LINK), self.server, self.engine]
         self._link = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._hear("ready")
@@ -63,18 +64,31 @@ class Hosts:
         for name in (self.server, self.engine):
             subprocess.run(("ip", "netns", "del", name), check=False, capture_output=True)
 
+    def restart_engine(self) -> None:
+        """Another host has its name and address; nobody heard a word of the old one's end."""
+        run("ip", "netns", "del", self.engine)
+        self._boot(self.engine)
+        self._tell("renew")
+
+    def _boot(self, name: str) -> None:
+        run("ip", "netns", "add", name)
+        run("ip", "-n", name, "link", "set", "lo", "up")
+
     def shape(self, quality: Quality) -> None:
         """The link is so from now on, in both directions."""
-        assert self._link.stdin is not None
-        self._link.stdin.write(json.dumps(dataclasses.asdict(quality)) + "\n")
-        self._link.stdin.flush()
-        self._hear("told")
+        self._tell(json.dumps(dataclasses.asdict(quality)))
 
     def cut(self) -> None:
         self.shape(Quality(loss=1.0))
 
     def mend(self) -> None:
         self.shape(Quality())
+
+    def _tell(self, line: str) -> None:
+        assert self._link.stdin is not None
+        self._link.stdin.write(line + "\n")
+        self._link.stdin.flush()
+        self._hear("told")
 
     def _hear(self, word: str) -> None:
         assert self._link.stdout is not None
@@ -93,14 +107,19 @@ def transport() -> str:
 
 
 @pytest.fixture
-def remote(hosts: Hosts, make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
-    """The daemon on the host `server`."""
+def make_remote(hosts: Hosts, make_daemon: Callable[..., DaemonProcess]) -> Callable[..., DaemonProcess]:
+    """Starts a daemon on the host `server`."""
     listening = {"tcp_host": "10.77.0.1", "tcp_port": 7311, "ucx_device": "s0"}
-    return make_daemon(prefix=("ip", "netns", "exec", hosts.server), heartbeat_s=1.0, **listening)
+    return lambda **flags: make_daemon(prefix=("ip", "netns", "exec", hosts.server), **listening, **flags)
 
 
 @pytest.fixture
-def engine(hosts: Hosts, remote: DaemonProcess, child: Callable[..., Child]) -> Callable[..., Child]:
+def remote(make_remote: Callable[..., DaemonProcess]) -> DaemonProcess:
+    return make_remote(heartbeat_s=1.0)
+
+
+@pytest.fixture
+def engine(hosts: Hosts, child: Callable[..., Child]) -> Callable[..., Child]:
     """A client on the host `engine`."""
     prefix = ("ip", "netns", "exec", hosts.engine)
     return lambda scenario, **more: child(
@@ -185,6 +204,60 @@ def test_a_link_that_is_cut_fails_what_is_under_way_and_is_used_again_when_it_is
     reader.go_on()
     assert reader.step() == "again 8 wrong 0"
     reader.kill()
+
+
+def test_a_process_that_takes_over_port_and_address_of_a_dead_one_is_neither_written_to_nor_stored_from(
+    hosts: Hosts,
+    make_remote: Callable[..., DaemonProcess],
+    connect: Callable[..., KVClient],
+    raw: Callable[..., RawStream],
+    child: Callable[..., Child],
+) -> None:
+    """Covers: A3, A19. The daemon still knows the dead one, whose session is as it was."""
+    remote = make_remote(heartbeat_s=10.0)
+    in_engine = ("ip", "netns", "exec", hosts.engine)
+    local = connect(remote, KV, transport="shm")
+    known, new = chain(LENGTH, of=KV), chain(LENGTH, of=KV, seed=1)
+    store(local, known)
+    size_bytes = LENGTH * KV.block_bytes
+    same = {"number": 1, "size_bytes": size_bytes, "at": 0x6000_0000_0000, "device": "e0", "ports": "7400-7400"}
+
+    def puppet(filled: int) -> Puppet:
+        peer = child("agent", prefix=in_engine, filled=filled, **same)
+        peer.step()
+        return Puppet(raw(remote, KV), peer, KV, length=LENGTH)
+
+    dead = puppet(filled=7)
+    hosts.restart_engine()
+    dead.peer.kill()
+    heir = puppet(filled=5)
+    dead.load(known)
+    dead.store(new)
+
+    assert dead.stream.end().code() is grpc.StatusCode.UNAVAILABLE
+    eventually(lambda: remote.stats().blocks_writing == remote.stats().blocks_leased == 0)
+    heir.peer.go_on()
+    assert heir.peer.step() == str(size_bytes), "it still holds what it wrote"
+    assert local.match(new, lease="").num_blocks == 0
+
+
+def test_a_client_that_finds_the_link_cut_is_served_within_two_heartbeats_of_its_return(
+    hosts: Hosts,
+    make_remote: Callable[..., DaemonProcess],
+    connect: Callable[..., KVClient],
+    engine: Callable[..., Child],
+) -> None:
+    """Covers: D10. Nothing answers, not even with a refusal: each attempt must end by itself."""
+    remote = make_remote(heartbeat_s=10.0)
+    store(connect(remote, KV, transport="shm"), chain(LENGTH, of=KV, seed=1))
+    hosts.cut()
+    client = engine("late", timeout_s=20.0)
+    said = client.step()
+    assert said.startswith("StoreUnavailable"), said
+    assert "no welcome within 3 s" in said, said
+    hosts.mend()
+    client.go_on()
+    assert client.step() == "loaded 8 wrong 0"
 
 
 def test_a_client_that_cannot_be_reached_by_ucx_is_told_so_when_it_stores(

@@ -1,6 +1,7 @@
 """Many clients of another host, at once and one after the other: all bytes are right, and nothing of them is left."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def rss_bytes(daemon: DaemonProcess) -> int:
     status = Path(f"/proc/{daemon.pid}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) << 10
+
+
+def test_daemons_that_start_at_once_all_serve(make_daemon: Callable[..., DaemonProcess], connect: Connect) -> None:
+    """Covers: B8. Each makes two agents, in two processes."""
+    with ThreadPoolExecutor(4) as pool:
+        daemons = list(pool.map(lambda _: make_daemon(), range(4)))
+    for daemon in daemons:
+        assert store(connect(daemon, KV), HASHES) == [Outcome.STORED] * LENGTH
 
 
 def test_64_processes_that_start_at_once_all_move_their_own_bytes(
@@ -67,4 +76,5 @@ def test_over_200_clients_killed_in_mid_transfer_memory_and_descriptors_are_flat
     kill(200)
     eventually(lambda: daemon.num_fds() <= fds, "descriptors are flat")
     grown = rss_bytes(daemon) - rss
-    assert grown < 200 * 8 << 10, f"memory has grown by {grown} bytes"
+    # Where peers are never removed it grows by 37 KiB for each.
+    assert grown < 200 * 20 << 10, f"memory has grown by {grown} bytes"
