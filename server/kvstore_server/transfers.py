@@ -2,7 +2,8 @@
 
 Threads post pieces of a movement and poll those under way, sleeping in between; the loop never waits for the library.
 A piece that was posted is polled until it is over, whatever becomes of its session: only then is its memory quiet. So
-a peer that stops, and neither goes on nor breaks off, keeps up to `PEER_BYTES` of slots from being used again.
+a peer that stops, and neither goes on nor breaks off, keeps the slots of the requests from being used again that its
+last `PEER_POSTS` pieces belong to.
 """
 
 import asyncio
@@ -31,7 +32,6 @@ log = structlog.get_logger()
 POST_BYTES: Final = 8 << 20  # of one piece: a post keeps others from posting while it copies
 POST_DESCRIPTORS: Final = 128
 PEER_POSTS: Final = 4  # under way with one peer
-PEER_BYTES: Final = PEER_POSTS * POST_BYTES
 FIRST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
 

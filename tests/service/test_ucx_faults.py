@@ -72,7 +72,7 @@ def test_slots_that_a_stopped_client_may_still_fill_are_not_used_for_others_unti
     make_daemon: MakeDaemon, connect: Connect, raw: Raw, child: MakeChild
 ) -> None:
     """Covers: A19, A22. What was asked of a peer cannot be taken back: the answer comes whenever the peer goes on."""
-    daemon = make_daemon(heartbeat_s=0.5, cpu_capacity="12MiB", slab_bytes="3MiB")
+    daemon = make_daemon(heartbeat_s=1.0, cpu_capacity="12MiB", slab_bytes="3MiB")
     client = connect(daemon, KV, transport="shm")
     session = stopped(daemon, raw, child)
     session.store(chain(4, of=KV, seed=1))
@@ -95,7 +95,7 @@ def test_blocks_on_their_way_to_a_stopped_client_are_not_evicted_before_it_dies(
     make_daemon: MakeDaemon, connect: Connect, raw: Raw, child: MakeChild
 ) -> None:
     """Covers: A19. What a peer did not take in is sent when it goes on, from wherever it lay."""
-    daemon = make_daemon(heartbeat_s=0.5, cpu_capacity="12MiB", slab_bytes="3MiB")
+    daemon = make_daemon(heartbeat_s=1.0, cpu_capacity="12MiB", slab_bytes="3MiB")
     client = connect(daemon, KV, transport="shm")
     store(client, HASHES)
     session = stopped(daemon, raw, child)
@@ -115,7 +115,7 @@ def test_what_is_under_way_with_a_stopped_client_is_bounded_whatever_it_asked_fo
     make_daemon: MakeDaemon, connect: Connect, raw: Raw, child: MakeChild
 ) -> None:
     """Covers: C7. Of 48 MiB that it asked to have read, 16 are."""
-    daemon = make_daemon(heartbeat_s=0.5, slab_bytes="16MiB")
+    daemon = make_daemon(heartbeat_s=1.0, slab_bytes="16MiB")
     client = connect(daemon, KV, transport="shm")
     session = stopped(daemon, raw, child)
     for seed in range(1, 13):
@@ -249,7 +249,7 @@ def test_a_client_that_waits_for_its_regions_to_be_registered_is_not_taken_for_d
     make_daemon: MakeDaemon, connect: Connect, raw: Raw, child: MakeChild
 ) -> None:
     """Covers: D11. One that is out of reach is tried first, which takes longer than a session may be silent."""
-    daemon = make_daemon(heartbeat_s=0.5)
+    daemon = make_daemon(heartbeat_s=0.7)
     client = connect(daemon, KV)
     region = client.region(DATA.size)
     peer = child("agent", size_bytes=4096, number=1)
