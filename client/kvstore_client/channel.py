@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S: Final = 3.0
 FIRST_BACKOFF_S: Final = 0.05
 MAX_BACKOFF_S: Final = 2.0
-PINGS_PER_HEARTBEAT: Final = 3
+PINGS_PER_HEARTBEAT: Final = 2
 SILENT_HEARTBEATS: Final = 3
 
 # No retry helps against these; someone has to change something first.
@@ -196,10 +196,10 @@ class Channel:
 def _keep_alive(session: Session) -> None:
     """Returns when the session has ended; until then the daemon hears from it often enough."""
     interval_s = session.heartbeat_s / PINGS_PER_HEARTBEAT
-    while not session.ended.wait(interval_s / 2):
+    while not session.ended.wait(interval_s):
         now = time.monotonic()
         if now - session.heard_at > SILENT_HEARTBEATS * session.heartbeat_s:
             silent_s = now - session.heard_at
             session.end(StoreUnavailable(f"the daemon was silent for {silent_s:.1f} s"))
-        elif now - session.sent_at >= interval_s / 2:
+        elif now - session.sent_at >= interval_s / 2:  # not while it hears from us anyway
             session.tell(pb.ClientMessage(ping=pb.Ping()))

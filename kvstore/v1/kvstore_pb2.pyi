@@ -279,14 +279,16 @@ class Arrived(_message.Message):
     def __init__(self, blocks: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., errors: _Optional[_Iterable[_Union[BlockError, _Mapping]]] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class Store_(_message.Message):
-    __slots__ = ("parent", "hashes", "parts")
+    __slots__ = ("parent", "hashes", "parts", "epoch")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     parent: bytes
     hashes: bytes
     parts: bytes
-    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ...) -> None: ...
+    epoch: int
+    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("write_id", "outcomes")
@@ -439,7 +441,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "counters", "blocks_committed", "blocks_writing", "blocks_leased", "blocks_pinned", "sessions", "draining")
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "counters", "blocks_committed", "blocks_writing", "blocks_leased", "blocks_pinned", "sessions", "draining", "loop_gaps")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +453,7 @@ class StatsReply(_message.Message):
     BLOCKS_PINNED_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LOOP_GAPS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
     uptime_s: float
@@ -462,7 +465,18 @@ class StatsReply(_message.Message):
     blocks_pinned: int
     sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
     draining: bool
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks_committed: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    loop_gaps: LoopGaps
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks_committed: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., draining: _Optional[bool] = ..., loop_gaps: _Optional[_Union[LoopGaps, _Mapping]] = ...) -> None: ...
+
+class LoopGaps(_message.Message):
+    __slots__ = ("bounds_s", "counts", "total_s")
+    BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    total_s: float
+    def __init__(self, bounds_s: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total_s: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "slab_bytes", "used_bytes", "num_slabs", "pages", "place")
@@ -607,22 +621,44 @@ class DrainReply(_message.Message):
     def __init__(self) -> None: ...
 
 class MembersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("watch",)
+    WATCH_FIELD_NUMBER: _ClassVar[int]
+    watch: bool
+    def __init__(self, watch: _Optional[bool] = ...) -> None: ...
 
 class MembersReply(_message.Message):
-    __slots__ = ("members",)
+    __slots__ = ("members", "epoch", "replicas", "stale")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    replicas: int
+    stale: bool
+    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., epoch: _Optional[int] = ..., replicas: _Optional[int] = ..., stale: _Optional[bool] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("boot_id", "addresses")
+    __slots__ = ("boot_id", "addresses", "node_id", "capacity_bytes", "state")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Member.State]
+        UP: _ClassVar[Member.State]
+        DRAINING: _ClassVar[Member.State]
+    STATE_UNSPECIFIED: Member.State
+    UP: Member.State
+    DRAINING: Member.State
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, boot_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    node_id: str
+    capacity_bytes: int
+    state: Member.State
+    def __init__(self, boot_id: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., node_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., state: _Optional[_Union[Member.State, str]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("snapshot",)
@@ -631,7 +667,7 @@ class WatchRequest(_message.Message):
     def __init__(self, snapshot: _Optional[bool] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("boot_id", "sequence", "kind", "namespace", "hashes", "parents", "tier", "block_tokens")
+    __slots__ = ("boot_id", "sequence", "kind", "namespace", "hashes", "parents", "tier", "block_tokens", "segments")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Event.Kind]
@@ -650,6 +686,7 @@ class Event(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     sequence: int
     kind: Event.Kind
@@ -658,4 +695,5 @@ class Event(_message.Message):
     parents: bytes
     tier: str
     block_tokens: int
-    def __init__(self, boot_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[Event.Kind, str]] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tier: _Optional[str] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    segments: bytes
+    def __init__(self, boot_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[Event.Kind, str]] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tier: _Optional[str] = ..., block_tokens: _Optional[int] = ..., segments: _Optional[bytes] = ...) -> None: ...

@@ -151,7 +151,7 @@ class AdminStub:
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.DrainReply.FromString,
                 _registered_method=True)
-        self.Members = channel.unary_unary(
+        self.Members = channel.unary_stream(
                 '/kvstore.v1.Admin/Members',
                 request_serializer=kvstore_dot_v1_dot_kvstore__pb2.MembersRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MembersReply.FromString,
@@ -214,7 +214,8 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Members(self, request, context):
-        """The daemons of this store. A store of one machine answers with itself. Errors: none of its own.
+        """The daemons of this store, at once; with `watch`, again after each change, until the caller leaves. A store of one
+        machine answers with itself. Errors: none of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,7 +262,7 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.DrainRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.DrainReply.SerializeToString,
             ),
-            'Members': grpc.unary_unary_rpc_method_handler(
+            'Members': grpc.unary_stream_rpc_method_handler(
                     servicer.Members,
                     request_deserializer=kvstore_dot_v1_dot_kvstore__pb2.MembersRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_kvstore__pb2.MembersReply.SerializeToString,
@@ -456,7 +457,7 @@ class Admin:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/kvstore.v1.Admin/Members',

@@ -13,6 +13,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import spec_to_proto, unpack_hashes
 from kvstore_server.access import AUTHORIZATION, authorize
 from kvstore_server.config import Settings
+from kvstore_server.gaps import BOUNDS_S, LoopGaps
 from kvstore_server.level import State
 from kvstore_server.service import StoreService, code_of
 from kvstore_server.store import Store
@@ -52,6 +53,7 @@ class Journal:
             parents=change.parents.tobytes(),
             tier=change.tier,
             block_tokens=change.block_tokens,
+            segments=b"" if change.segments is None else change.segments.tobytes(),
         )
 
     def end_of_snapshot(self, sequence: int) -> pb.Event:
@@ -76,6 +78,7 @@ class AdminService:
         service: StoreService,
         journal: Journal,
         settings: Settings,
+        gaps: LoopGaps,
         *,
         on_drain: Callable[[], Awaitable[None]],
         boot_id: BootId,
@@ -87,6 +90,7 @@ class AdminService:
         self._service = service
         self._journal = journal
         self._settings = settings
+        self._gaps = gaps
         self._on_drain = on_drain
         self._boot_id = boot_id
         self._addresses = addresses
@@ -125,6 +129,7 @@ class AdminService:
                 for connection in self._service.connections.values()
             ],
             draining=self._service.draining,
+            loop_gaps=pb.LoopGaps(bounds_s=BOUNDS_S, counts=self._gaps.counts, total_s=self._gaps.total_s),
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
@@ -167,8 +172,9 @@ class AdminService:
         await self._on_drain()  # health checks say NOT_SERVING from now on
         return pb.DrainReply()
 
-    async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:
-        return pb.MembersReply(members=[pb.Member(boot_id=self._boot_id, addresses=self._addresses)])
+    async def Members(self, request: pb.MembersRequest, context: Any) -> AsyncIterator[pb.MembersReply]:
+        me = pb.Member(boot_id=self._boot_id, addresses=self._addresses, state=pb.Member.UP)
+        yield pb.MembersReply(members=[me])
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Event]:
         await self._authorize(context)
@@ -198,7 +204,8 @@ class AdminService:
             for tier, level in (("cpu", space.index.memory), ("gpu", space.index.gpu), ("disk", space.index.disk)):
                 rows = stored[level.has(stored)]
                 for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
-                    change = change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS], tier=tier)
+                    some = rows[begin : begin + _SNAPSHOT_BLOCKS]
+                    change = change_of(space, some, tier=tier, placed=self._store.placed)
                     events.append(self._journal.event(change, sequence))
         return [*events, self._journal.end_of_snapshot(sequence)]
 

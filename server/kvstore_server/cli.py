@@ -240,6 +240,24 @@ def bench_ucx(device: str, size: str, threads: int, rounds: int, as_json: bool) 
     _show(figures, as_json=as_json, width=22)
 
 
+@bench.command("clients", epilog="Example: kvstore bench clients --clients 64 --json")
+@click.option("--device", default="lo", show_default=True, help="Network device; lo: loopback tcp.")
+@click.option("--clients", default=64, show_default=True, help="Processes that load at once.")
+@click.option("--size", default="32MiB", show_default=True, help="What each loads, once a round.")
+@click.option("--rounds", default=4, show_default=True, help="Rounds of each.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_clients(device: str, clients: int, size: str, rounds: int, as_json: bool) -> None:
+    """Many clients over ucx at once, beside one; every byte that they load is compared."""
+    from kvstore_server.commands.bench_clients import run_clients
+
+    try:
+        size_bytes = config.parse_size(size, name="size")
+        figures = run_clients(device=device, num_clients=clients, size_bytes=size_bytes, rounds=rounds)
+    except KVStoreError as error:
+        _fail(error)
+    _show(figures, as_json=as_json, width=22)
+
+
 @main.command(epilog="Example: kvstore doctor --ucx-device mlx5_0:1")
 @click.option("--ucx-device", default="lo", show_default=True, help="Network device of the test over ucx.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -31,6 +31,7 @@ from kvstore_server.beside import TiersBeside
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
 from kvstore_server.expiry import Expiry
+from kvstore_server.gaps import LoopGaps
 from kvstore_server.mover import Mover
 from kvstore_server.service import SILENT_HEARTBEATS, StoreService
 from kvstore_server.store import Store
@@ -66,7 +67,7 @@ class Daemon:
         if settings.ucx_device:
             self._transfers = Transfers(
                 device=settings.ucx_device,
-                num_threads=settings.copy_threads,
+                num_drivers=max(1, settings.copy_threads // 2),  # the kernel copies on as many cores again
                 patience_s=SILENT_HEARTBEATS * settings.heartbeat_s,
             )
         self._journal = Journal(self.boot_id)
@@ -91,11 +92,13 @@ class Daemon:
             clock=time.monotonic,
         )
         self._health = health.aio.HealthServicer()
+        self._gaps = LoopGaps(time.monotonic)
         self._admin = AdminService(
             self.store,
             self.service,
             self._journal,
             settings,
+            self._gaps,
             on_drain=self._health.enter_graceful_shutdown,
             boot_id=self.boot_id,
             addresses=self.addresses,
@@ -129,6 +132,7 @@ class Daemon:
         self._reaper = asyncio.create_task(self.service.reap_silent())
         expiry = Expiry(self.store, ttl_s=self.settings.ttl_s, clock=time.monotonic)
         self._expiry = asyncio.create_task(expiry.run())
+        self._striking = asyncio.create_task(self._gaps.run())
         self._prefault = threading.Thread(target=self._take_memory, name="kvstore-prefault", daemon=True)
         if self.settings.prefault:
             self._prefault.start()
@@ -143,9 +147,10 @@ class Daemon:
         for connection in list(self.service.connections.values()):
             connection.stop_reading("the daemon is stopping; reconnect later")
         await self._server.stop(self.settings.stop_timeout_s)
-        for task in (self._reaper, self._expiry):
+        tasks = self._reaper, self._expiry, self._striking
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(self._reaper, self._expiry, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._descriptors.close()
         await asyncio.to_thread(self._mover.close)
         if self._transfers is not None:

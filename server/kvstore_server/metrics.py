@@ -6,12 +6,19 @@ is true in every scrape, and nothing is counted for their sake in between.
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 
 from kvstore.errors import StoreTimeout, StoreUnavailable
 from kvstore.v1 import kvstore_pb2 as pb
@@ -70,6 +77,7 @@ def series(snapshot: Snapshot) -> Iterator[Metric]:
     for field in dataclasses.fields(Counters):
         count = getattr(stats.counters, field.name)
         yield CounterMetricFamily(f"kvstore_{field.name}_total", COUNTERS[field.name], count)
+    yield _gaps(stats.loop_gaps)
     yield from _blocks(stats)
     yield from _sessions(stats)
     yield from _tiers(stats)
@@ -77,6 +85,13 @@ def series(snapshot: Snapshot) -> Iterator[Metric]:
         backlog, failed = snapshot.disk.backlog_bytes, snapshot.disk.num_failed
         yield GaugeMetricFamily("kvstore_spill_backlog_bytes", "Bytes that wait to be written to disk.", backlog)
         yield GaugeMetricFamily("kvstore_disks_failed", "Disks that are not written until a restart.", failed)
+
+
+def _gaps(gaps: pb.LoopGaps) -> Metric:
+    names = [*map(str, gaps.bounds_s), "+Inf"]
+    buckets = list(zip(names, itertools.accumulate(gaps.counts), strict=True))
+    text = "By how much the daemon's loop was late, 20 times a second."
+    return HistogramMetricFamily("kvstore_loop_gap_seconds", text, buckets=buckets, sum_value=gaps.total_s)
 
 
 def _blocks(stats: pb.StatsReply) -> Iterator[Metric]:

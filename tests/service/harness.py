@@ -1,6 +1,7 @@
 """A daemon in its own process, clients that can be killed, and raw peers that say what no client would."""
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -18,6 +19,7 @@ import grpc
 import pytest
 from builders import rows
 
+from kvstore.errors import Unsupported
 from kvstore.spec import KVSpec
 from kvstore.transport import ucx
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
@@ -26,12 +28,14 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import AdminStub, StoreStub
 from kvstore.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, spec_to_proto
 from kvstore_client import KVClient
+from kvstore_server.commands.hosts import Hosts
 
 NO_UCX = ucx.why_unavailable()
 TRANSPORTS = ["shm", pytest.param("ucx", marks=pytest.mark.skipif(bool(NO_UCX), reason=NO_UCX))]
 over_all_transports = pytest.mark.parametrize("transport", TRANSPORTS)
 DEADLINE_S = 20.0  # of everything that must happen some time: generous, because machines are slow
 CHILD = Path(__file__).with_name("child.py")
+_numbers = itertools.count()
 
 
 def store(client: KVClient, hashes: list[BlockHash]) -> list[Outcome]:
@@ -39,6 +43,20 @@ def store(client: KVClient, hashes: list[BlockHash]) -> list[Outcome]:
     with client.store(hashes) as write:
         write.put_blocks(rows(client.spec, hashes))
     return write.outcomes
+
+
+@contextlib.contextmanager
+def made_hosts(*names: str) -> Iterator[Hosts]:
+    """Network namespaces on a switch; skips the test, with the reason, where they cannot be made."""
+    hosts = Hosts(f"kv-{os.getpid()}-{next(_numbers)}", *names)
+    try:
+        hosts.make()
+    except Unsupported as error:
+        pytest.skip(str(error))
+    try:
+        yield hosts
+    finally:
+        hosts.remove()
 
 
 _CHANNEL_OPTIONS = (
@@ -103,7 +121,7 @@ class DaemonProcess:
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
-                self.admin.Members(pb.MembersRequest(), wait_for_ready=True, timeout=1.0)
+                next(self.admin.Members(pb.MembersRequest(), wait_for_ready=True, timeout=1.0))
                 return self
             except grpc.RpcError as error:
                 if process.poll() is not None or time.monotonic() > deadline:

@@ -48,7 +48,7 @@ def test_namespaces_and_members_tell_who_is_there(daemon: DaemonProcess, connect
     assert namespace.namespace == KV.namespace
     assert namespace.spec.model == KV.model
     assert namespace.blocks_committed == 6
-    (member,) = daemon.admin.Members(pb.MembersRequest()).members
+    (member,) = next(daemon.admin.Members(pb.MembersRequest())).members
     assert member.boot_id == client.boot_id
     assert list(member.addresses) == [daemon.address]
 

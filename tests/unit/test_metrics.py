@@ -39,13 +39,14 @@ STATS = pb.StatsReply(
         pb.SessionStats(num_leases=10, num_writes=20, region_bytes=30),
     ],
     draining=True,
+    loop_gaps=pb.LoopGaps(bounds_s=[0.001, 0.02], counts=[5, 3, 1], total_s=0.25),
 )
 
 
 def exported(snapshot: Snapshot) -> dict[str, float]:
     """Every sample as it is scraped, but for the information of the build."""
     return {
-        sample.name + (f":{sample.labels['tier']}{sample.labels['place']}" if sample.labels else ""): sample.value
+        ":".join((sample.name, "".join(sample.labels.values()))).rstrip(":"): sample.value
         for metric in series(snapshot)
         for sample in metric.samples
         if metric.name != "kvstore_build"
@@ -61,6 +62,11 @@ def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
     assert exported(Snapshot(STATS, DiskState(backlog_bytes=31, num_failed=1))) == counters | {
         "kvstore_uptime_seconds": 1.5,
         "kvstore_draining": 1,
+        "kvstore_loop_gap_seconds_bucket:0.001": 5,
+        "kvstore_loop_gap_seconds_bucket:0.02": 8,
+        "kvstore_loop_gap_seconds_bucket:+Inf": 9,
+        "kvstore_loop_gap_seconds_count": 9,
+        "kvstore_loop_gap_seconds_sum": 0.25,
         "kvstore_blocks_committed": 21,
         "kvstore_blocks_writing": 22,
         "kvstore_blocks_leased": 23,
