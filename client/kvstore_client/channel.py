@@ -150,7 +150,7 @@ class Channel:
                     self._counters.add("reconnects")
                 connected_before = True
                 backoff_s = FIRST_BACKOFF_S
-                self._keep_alive(session)
+                session.ended.wait()
                 failure = session.why_ended()
             except KVStoreError as error:
                 failure = error
@@ -169,6 +169,8 @@ class Channel:
         session = Session(channel, breaker=self._breaker, counters=self._counters, on_retired=self._on_retired)
         try:
             session.greet(self._hello, timeout_s=CONNECT_TIMEOUT_S)
+            # From now on: to make an agent and register regions can take longer than a session may be silent.
+            threading.Thread(target=_keep_alive, args=(session,), name="kvstore-heartbeat", daemon=True).start()
             self._on_session(session)
         except StoreTimeout:
             error = StoreUnavailable(f"no welcome within {CONNECT_TIMEOUT_S:g} s")
@@ -190,13 +192,14 @@ class Channel:
             session.end(StoreUnavailable("the client was closed"))
         return session
 
-    def _keep_alive(self, session: Session) -> None:
-        """Returns when the session has ended; until then the daemon hears from it often enough."""
-        interval_s = session.heartbeat_s / PINGS_PER_HEARTBEAT
-        while not session.ended.wait(interval_s):
-            now = time.monotonic()
-            if now - session.heard_at > SILENT_HEARTBEATS * session.heartbeat_s:
-                silent_s = now - session.heard_at
-                session.end(StoreUnavailable(f"the daemon was silent for {silent_s:.1f} s"))
-            elif now - session.sent_at >= interval_s / 2:  # not while it hears from us anyway
-                session.tell(pb.ClientMessage(ping=pb.Ping()))
+
+def _keep_alive(session: Session) -> None:
+    """Returns when the session has ended; until then the daemon hears from it often enough."""
+    interval_s = session.heartbeat_s / PINGS_PER_HEARTBEAT
+    while not session.ended.wait(interval_s):
+        now = time.monotonic()
+        if now - session.heard_at > SILENT_HEARTBEATS * session.heartbeat_s:
+            silent_s = now - session.heard_at
+            session.end(StoreUnavailable(f"the daemon was silent for {silent_s:.1f} s"))
+        elif now - session.sent_at >= interval_s / 2:  # not while it hears from us anyway
+            session.tell(pb.ClientMessage(ping=pb.Ping()))

@@ -2,7 +2,8 @@
 
 Threads post pieces of a movement and poll those under way, sleeping in between; the loop never waits for the library.
 A piece that was posted is polled until it is over, whatever becomes of its session: only then is its memory quiet. So
-a peer that stops, and neither goes on nor breaks off, keeps up to `PEER_BYTES` of slots from being used again.
+a peer that stops, and neither goes on nor breaks off, keeps the slots of the requests from being used again that its
+last `PEER_POSTS` pieces belong to.
 """
 
 import asyncio
@@ -31,7 +32,6 @@ log = structlog.get_logger()
 POST_BYTES: Final = 8 << 20  # of one piece: a post keeps others from posting while it copies
 POST_DESCRIPTORS: Final = 128
 PEER_POSTS: Final = 4  # under way with one peer
-PEER_BYTES: Final = PEER_POSTS * POST_BYTES
 ALL_POSTS: Final = 8  # under way with all peers together, so that few are served quickly, and not all slowly
 TURN_S: Final = 0.25  # after which a post makes room for another's, though it is not over
 FIRST_SLEEP_S: Final = 20e-6
@@ -64,10 +64,16 @@ class Peer:
 
         return done
 
+    def leave(self, reason: str) -> None:
+        """Nothing new is posted, unless that was so already for another reason."""
+        if not self.over:
+            self.over = reason
+            self.turns.release()  # who waits for a turn gets this one, finds out, and hands it on
+
     def give_up(self, reason: str) -> None:
         """Nothing new is posted; unless that was so already, the session is told to end."""
         if not self.over:
-            self.over = reason
+            self.leave(reason)
             self._on_broken(reason)
 
     async def quiet(self, regions: Sequence[int] | None = None) -> None:
@@ -135,7 +141,7 @@ class Transfers:
 
     async def remove(self, peer: Peer) -> None:
         """The agent knows the peer no more; whatever was under way with it is over."""
-        peer.over = peer.over or "its session has ended"
+        peer.leave("its session has ended")
         await peer.quiet()
         await in_thread(self._agent.remove_peer, peer.name)
 

@@ -196,9 +196,10 @@ class Child:
         assert line, f"the child ended with {self._process.wait(DEADLINE_S)}"
         return line.strip()
 
-    def go_on(self) -> None:
+    def go_on(self, word: str = "") -> None:
+        """The child goes on, and is told this."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
     def send(self, number: int) -> None:
@@ -227,14 +228,14 @@ class RawStream:
         self._last_id = 0
         messages = iter(self._outgoing.get, None)
         if serializer is None:
-            self._stream = StoreStub(self.channel).Session(messages, timeout=60)
+            self._stream = StoreStub(self.channel).Session(messages, timeout=60, wait_for_ready=True)
         else:
             method = self.channel.stream_stream(
                 "/kvstore.v1.Store/Session",
                 request_serializer=serializer,
                 response_deserializer=pb.ServerMessage.FromString,
             )
-            self._stream = method(messages, timeout=60)
+            self._stream = method(messages, timeout=60, wait_for_ready=True)
 
     def send(self, message: Any) -> None:
         self._outgoing.put(message)

@@ -41,7 +41,7 @@ def test_a_peer_is_given_up_once() -> None:
     peer.give_up("broken")
     assert (peer.over, reasons) == ("stuck", ["stuck"])
     left = Peer(reasons.append)
-    left.over = "its session has ended"
+    left.leave("its session has ended")
     left.give_up("broken")
     assert reasons == ["stuck"]
 
