@@ -1,5 +1,6 @@
-"""Copies blocks to the members of a store that ought to have them: replicas, the share of one that joined, all of one
-that leaves.
+"""Copies blocks to the members of a store that ought to have them and do not.
+
+Those are replicas, the share of a member that joined, and all of one that leaves.
 
 `python -m kvstore_server.commands.courier` runs beside each daemon of a store of several, started by it. It is a client
 like any other: it watches the daemon's events as a router does, loads from it, and stores with the others; blocks that
