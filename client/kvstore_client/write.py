@@ -90,24 +90,26 @@ class Write:
         StoreTimeout; StoreUnavailable; what the daemon answers. After StoreTimeout the daemon may
         still read rows in a region, until `abort` has returned.
         """
-        self._check_open()
         if part not in self.parts:
             raise InvalidRequest(f"put: expected one of this write's parts {self.parts[:8]}, got {part}; correct it")
         size_bytes = self._spec.part_bytes[part]
         source = as_rows(rows, num_rows=len(self.outcomes), row_bytes=size_bytes, where=f"put(part {part})")
-        self._claim([part])
-        self._move(source, (part,), [0], timeout_s)
+        self.send(source, (part,), [0], timeout_s=timeout_s)
 
     def put_blocks(self, rows: RowsLike, *, timeout_s: float | None = None) -> None:
         """As `put`, for all parts of this write: `rows` has a row of a whole block for each block.
 
         Raises: as `put` does.
         """
-        self._check_open()
         source = as_rows(rows, num_rows=len(self.outcomes), row_bytes=self._spec.block_bytes, where="put_blocks")
-        self._claim(self.parts)
         begins = [self._spec.part_range(part)[0] for part in self.parts]
-        self._move(source, self.parts, begins, timeout_s)
+        self.send(source, self.parts, begins, timeout_s=timeout_s)
+
+    def send(self, source: Rows, parts: Sequence[int], begins: list[int], *, timeout_s: float | None) -> None:
+        """As `put`, for parts of this write which begin at `begins` within each row."""
+        self._check_open()
+        self._claim(parts)
+        self._move(source, parts, begins, timeout_s)
 
     def commit(self, timeout_s: float | None = None) -> list[Outcome]:
         """The write is over, and this is what became of each block: STORED, WRITING, FULL, ORPHAN or FAILED.

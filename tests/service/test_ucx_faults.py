@@ -190,7 +190,7 @@ def test_a_daemon_killed_in_mid_load_fails_it_and_the_next_session_has_another_n
     """Covers: A3, D10."""
     client = connect(daemon, KV)
     store(client, HASHES)
-    before = client._channel.current
+    before = client._link.channel.current
     assert before is not None
     target = np.zeros_like(DATA)
     loads = [client.load(HASHES, into=BlockRows(target)) for _ in range(4)]
@@ -205,7 +205,7 @@ def test_a_daemon_killed_in_mid_load_fails_it_and_the_next_session_has_another_n
             pass
     daemon.start()
     client.wait_ready(20)
-    after = client._channel.current
+    after = client._link.channel.current
     assert after is not None
     assert after.agent_name != before.agent_name
     assert store(client, HASHES) == [Outcome.STORED] * 4
