@@ -35,7 +35,7 @@ SILENT_HEARTBEATS: Final = 3
 # No retry helps against these; someone has to change something first.
 _REFUSALS: Final = (InvalidRequest, SpecMismatch, NotAuthenticated, NotAllowed, Unsupported)
 
-_CHANNEL_OPTIONS: Final = (
+CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
@@ -169,7 +169,7 @@ class Channel:
         import grpc
 
         connected = False
-        channel = grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)
+        channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
         try:
             session = self._connect(channel)
             connected = True

@@ -129,6 +129,11 @@ class Exchange:
         finally:
             self._lock.release()
 
+    def abandon(self) -> None:
+        """What was begun will not be finished."""
+        self._hang_up()
+        self._lock.release()
+
     def tell(self, message: bytes) -> bool:
         """The daemon will get this ClientMessage; False if it must take the stream. Never waits."""
         if not self._lock.acquire(blocking=False):

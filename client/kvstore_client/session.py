@@ -353,12 +353,12 @@ class Session:
 
 
 class Call:
-    """A request on its way. Made by `Session.begin`; whoever did asks for its `answer`, once.
+    """A request on its way. Made by `Session.begin`; whoever did asks for its `answer`, once, or abandons it.
 
     Until then, it may keep others off the shm socket.
     """
 
-    __slots__ = ("_deadline", "_entry", "_lasting", "_message", "_session", "_then", "_undo")
+    __slots__ = ("_deadline", "_entry", "_lasting", "_message", "_over", "_session", "_then", "_undo")
 
     def __init__(
         self,
@@ -376,6 +376,7 @@ class Call:
         self._then, self._lasting = then, lasting
         self._undo = undo
         self._entry: Pending | None = None  # on the stream; None: it went over the shm socket
+        self._over = False
 
     def send(self) -> Pending:
         """It goes over the stream. Raises: StoreUnavailable, if that has ended."""
@@ -387,6 +388,7 @@ class Call:
     def answer(self) -> pb.ServerMessage:
         """Raises: the error that the daemon answers with; StoreTimeout; StoreUnavailable, if the stream ends."""
         session, undo = self._session, self._undo
+        self._over = True
         try:
             answer = None
             if self._entry is None:
@@ -399,6 +401,16 @@ class Call:
             raise
         session.answered()
         return answer
+
+    def abandon(self) -> None:
+        """Nobody waits for the answer, and what was asked for is undone. Nothing to do once it was waited for."""
+        if self._over:
+            return
+        self._over = True
+        if self._entry is None:
+            self._session.exchange.abandon()
+        if self._undo is not None and self._session.alive:
+            self._session.tell(self._undo(self._message.request_id))
 
     def _take_stream(self) -> pb.ServerMessage:
         session, undo = self._session, self._undo
