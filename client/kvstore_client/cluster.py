@@ -285,7 +285,8 @@ class ClusterClient:
         first, other = ring.view.readers(segments, ring.live())
         questions, asked = [], []
         for node, link in enumerate(ring.links):
-            blocks = np.flatnonzero((first == node) | (other == node))
+            # Those that it may not have yet come last: its answer ends with the first that it does not have.
+            blocks = np.concatenate([np.flatnonzero(first == node), np.flatnonzero(other == node)])
             if len(blocks):
                 questions.append(Question(link, message_of(array[blocks].tobytes()), undo))
                 asked.append(blocks)

@@ -1,15 +1,18 @@
 """Daemons that are members of one store, as someone who is not among them tells."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent import futures
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import grpc
-from service.harness import DaemonProcess
 
+from kvstore.spec import KVSpec
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+from kvstore_client import ClientOptions, ClusterClient
+from kvstore_server.embedded import EmbeddedDaemon
 
 GIB = 1 << 30
 
@@ -63,11 +66,11 @@ class Teller(AdminServicer):
         self._server.stop(grace=None).wait()
 
 
-def member(node: str, daemon: DaemonProcess, *, draining: bool = False, **fields: Any) -> pb.Member:
-    """The daemon as a member."""
+def member(node: str, boot_id: bytes, address: str, *, draining: bool = False, **fields: Any) -> pb.Member:
+    """A daemon as a member."""
     told = {
-        "boot_id": daemon.stats().boot_id,
-        "addresses": [daemon.address],
+        "boot_id": boot_id,
+        "addresses": [address],
         "node_id": node,
         "capacity_bytes": GIB,
         "state": pb.Member.DRAINING if draining else pb.Member.UP,
@@ -75,4 +78,14 @@ def member(node: str, daemon: DaemonProcess, *, draining: bool = False, **fields
     return pb.Member(**(told | fields))
 
 
-MakeDaemon = Callable[..., DaemonProcess]
+@contextmanager
+def cluster_in_process(kv: KVSpec, *, num_daemons: int = 2, **options: Any) -> Iterator[ClusterClient]:
+    """A client of a store whose daemons are all in this process."""
+    with ExitStack() as stack:
+        teller = stack.enter_context(closing(Teller()))
+        daemons = [stack.enter_context(closing(EmbeddedDaemon(capacity_bytes=8 << 20))) for _ in range(num_daemons)]
+        teller.tell([member(f"n{i}", each.daemon.boot_id, each.address) for i, each in enumerate(daemons)])
+        address = f"kvstore://{teller.address}"
+        client = stack.enter_context(ClusterClient(address, kv, options=ClientOptions(**options)))
+        client.wait_ready(20)
+        yield client
