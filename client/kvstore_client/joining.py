@@ -1,19 +1,17 @@
 """The answers of several members to one question about a chain, joined into one. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvstore.types import AnyArray, IntArray
+from kvstore_client.placing import Run
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one member said of its blocks, which are some of the chain's, in order."""
+    """What one member said of the blocks of these runs, in this order."""
 
-    blocks: IntArray
-    num_found: int  # of these, leading ones that it has
+    runs: Sequence[Run]
+    num_found: int  # leading blocks that it has
     num_worth: int  # of those, leading ones that are worth loading
     num_writing: int  # blocks right behind those found that are being written
 
@@ -27,21 +25,34 @@ class Prefix:
     num_found: int
 
 
-def join(answers: Iterable[Found], *, num_blocks: int) -> Prefix:
-    """The leading blocks that some member has. A block that nobody spoke for is missing.
+def join(runs: Sequence[Run], answers: Iterable[Found]) -> Prefix:
+    """The leading blocks that some member has. Those that nobody spoke for are missing.
 
     Blocks in writing count where they follow right behind; so do those behind them that are there already.
     """
-    found, worth, coming = (np.zeros(num_blocks, bool) for _ in range(3))
-    for answer in answers:
-        found[answer.blocks[: answer.num_found]] = True
-        worth[answer.blocks[: answer.num_worth]] = True
-        coming[answer.blocks[: answer.num_found + answer.num_writing]] = True
-    num_found = _leading(found)
-    num_worth = _leading(worth[:num_found])
-    return Prefix(num_worth, _leading(coming[num_found:]) if num_worth == num_found else 0, num_found)
+    told = list(answers)
+    num_found = num_worth = num_coming = _leading(runs, told, [answer.num_found for answer in told])
+    if any(answer.num_worth < answer.num_found for answer in told):
+        num_worth = _leading(runs, told, [answer.num_worth for answer in told])
+    if num_worth == num_found and any(answer.num_writing for answer in told):
+        num_coming = _leading(runs, told, [answer.num_found + answer.num_writing for answer in told])
+    return Prefix(num_worth, num_coming - num_found, num_found)
 
 
-def _leading(flags: AnyArray) -> int:
-    """How many are set before the first that is not."""
-    return len(flags) if flags.all() else int(flags.argmin())
+def _leading(runs: Sequence[Run], answers: Sequence[Found], counts: Sequence[int]) -> int:
+    """Blocks before the first that does not count: so many of each answer do, of a run in two answers what either has."""
+    have: dict[Run, int] = {}
+    for answer, left in zip(answers, counts, strict=True):
+        for run in answer.runs:
+            if left <= 0:
+                break
+            mine = min(left, run.end - run.begin)
+            have[run] = max(mine, have.get(run, 0))
+            left -= mine
+    total = 0
+    for run in runs:
+        count = have.get(run, 0)
+        total += count
+        if count < run.end - run.begin:
+            break
+    return total

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from kvstore.errors import StoreUnavailable
 from kvstore.spec import KVSpec
-from kvstore.types import AnyArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client.link import Link, Shared
 from kvstore_client.members import Members
@@ -27,9 +24,9 @@ class Ring:
     view: View
     links: tuple[Link, ...]  # in the order of `view.nodes`
 
-    def live(self) -> AnyArray:
-        """`[num_nodes]` bool: which members answer, as far as is known."""
-        return np.array([link.live for link in self.links], bool)
+    def live(self) -> list[bool]:
+        """Which members answer, as far as is known."""
+        return [link.live for link in self.links]
 
 
 class Links:

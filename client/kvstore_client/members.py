@@ -24,7 +24,7 @@ class Members:
     """What the members are now. `on_view` hears of each change, on the background thread.
 
     Seeds and all members known are asked, one after the other, until one answers; that one is watched until it goes, or
-    for `WATCH_S`, and then the next.
+    for `WATCH_S`, and then the next. Once several are known, a daemon that stands alone is none of them.
     """
 
     def __init__(self, seeds: Sequence[str], *, on_view: Callable[[View], None]) -> None:
@@ -136,16 +136,18 @@ class Members:
                     if self._wanted or self._closing.is_set():
                         call.cancel()
                     for reply in call:
-                        answered = True
                         self._tell(reply)
+                        answered = True
                 return answered, None
             except grpc.RpcError as error:
                 return answered, StoreUnavailable(f"{address}: {error.details() or error.code().name}")
             except KVStoreError as error:
-                _log.warning("members: %s told what makes no sense: %s", address, error)
+                _log.warning("members: what %s tells is of no use: %s", address, error)
                 return answered, error
 
     def _tell(self, reply: pb.MembersReply) -> None:
+        if not reply.epoch and self._reply is not None and self._reply.epoch:
+            raise StoreUnavailable("it stands alone, and is no member of this store")
         if reply != self._reply:
             self._on_view(View.of(reply))
         with self._changed:

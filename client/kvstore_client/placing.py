@@ -1,97 +1,133 @@
-"""Which member of a store is asked for which blocks: members as they were told, and the shares of a request. Pure."""
+"""Which member of a store is asked for which blocks: members as they were told, and the shares of a request. Pure.
 
-from collections.abc import Sequence
+A request is seen as runs of blocks that are in one segment, each of which is placed as a whole. There are few of them,
+so that a match takes no array of all its blocks in hand.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore.placement import Placement
-from kvstore.types import AnyArray, IntArray
+from kvstore.placement import SEGMENT_BLOCKS, Placement
+from kvstore.types import AnyArray, BlockHash, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 
 NOBODY: Final = -1
+MOST_RANKED: Final = 1 << 16  # segments whose owners are remembered
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The blocks of a request that one member has to do with."""
+class Run(NamedTuple):
+    """Blocks `begin` to `end` of a request, which are in one segment."""
 
-    node: int  # in the order of `View.nodes`
-    blocks: IntArray  # `[n]`, ascending: which of the request's
+    begin: int
+    end: int
+    segment: int
 
 
-def shares(owners: IntArray) -> list[Share]:
-    """The shares of blocks with these owners `[num_blocks]`; blocks of `NOBODY` are in none."""
-    return [Share(node, np.flatnonzero(owners == node)) for node in np.unique(owners).tolist() if node != NOBODY]
+def runs_of(hashes: Sequence[BlockHash], segments: AnyArray | None) -> list[Run]:
+    """The runs of blocks in these segments; None: of blocks that begin a chain."""
+    count = len(hashes)
+    if not count:
+        return []
+    if segments is None:
+        begins = list(range(0, count, SEGMENT_BLOCKS))
+        names = [int.from_bytes(hashes[begin][:8], "little") for begin in begins]
+    else:
+        begins = [0, *(np.flatnonzero(segments[1:] != segments[:-1]) + 1).tolist()]
+        names = segments[begins].tolist()
+    return [Run(*each) for each in zip(begins, [*begins[1:], count], names, strict=True)]
+
+
+def indices_of(runs: Iterable[Run]) -> IntArray:
+    """`[n]`: their blocks."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(run.begin, run.end) for run in runs)])
+
+
+def shares(runs: Sequence[Run], owners: Sequence[int]) -> dict[int, list[Run]]:
+    """By owner, the runs that it owns, in order. Those of `NOBODY` are left out."""
+    found: dict[int, list[Run]] = {}
+    for run, owner in zip(runs, owners, strict=True):
+        if owner != NOBODY:
+            found.setdefault(owner, []).append(run)
+    return found
 
 
 @dataclass(frozen=True)
 class View:
-    """The members of a store at one time, and where they place blocks.
+    """The members of a store at one time, and where they place runs of blocks.
 
-    `live` in its methods is `[num_nodes]` bool: which of the members answer.
+    Members are named by their places in `nodes`. `live`, by node: which of them answer.
     """
 
-    members: Sequence[pb.Member]  # by node id, ascending
+    members: Sequence[pb.Member]  # by node id, ascending, each once
     epoch: int
     replicas: int
     nodes: tuple[str, ...] = field(init=False)
-    _all: Placement | None = field(init=False)
-    _up: Placement | None = field(init=False)  # without those that are draining; None: there are no others
-    _up_nodes: IntArray = field(init=False)  # their places in `nodes`
+    _everybody: "_Ranking" = field(init=False)
+    _up: "_Ranking" = field(init=False)  # without those that are draining
 
     def __post_init__(self) -> None:
-        weights = {member.node_id: float(max(1, member.capacity_bytes)) for member in self.members}
-        draining = {member.node_id for member in self.members if member.state == pb.Member.DRAINING}
-        up = {node: weight for node, weight in weights.items() if node not in draining}
-        nodes = tuple(sorted(weights))
+        up = [member for member in self.members if member.state != pb.Member.DRAINING]
+        nodes = tuple(member.node_id for member in self.members)
+        everybody = _Ranking(self.members, nodes, self.replicas)
         set_field = object.__setattr__  # it is frozen from here on
         set_field(self, "nodes", nodes)
-        set_field(self, "_all", Placement(weights) if weights else None)
-        set_field(self, "_up", Placement(up) if up else None)
-        set_field(self, "_up_nodes", np.array([nodes.index(node) for node in sorted(up)], np.int64))
+        set_field(self, "_everybody", everybody)
+        set_field(self, "_up", everybody if len(up) == len(nodes) else _Ranking(up, nodes, self.replicas))
 
     @classmethod
     def of(cls, reply: pb.MembersReply) -> "View":
-        return cls(sorted(reply.members, key=lambda member: member.node_id), reply.epoch, max(1, reply.replicas))
+        """As a daemon told it; of members of one name, the last counts."""
+        members = {member.node_id: member for member in reply.members}
+        return cls([members[node] for node in sorted(members)], reply.epoch, max(1, reply.replicas))
 
-    def readers(self, segments: AnyArray, live: AnyArray) -> tuple[IntArray, IntArray]:
-        """Of each block, `[num_blocks]` each, who is asked for it, and who else.
+    def readers(self, runs: Sequence[Run], live: Sequence[bool]) -> tuple[list[int], list[int]]:
+        """Of each run, who is asked for it, and who else.
 
         The first is its owner among all members. The other is the one among those that are not draining, where that is
         not the same; else `NOBODY`. Of several replicas each is the first that is live.
         """
-        heads, lengths = _runs(segments)
-        first = self._first(self._all, heads, live, None)
-        if self._up is None or len(self._up_nodes) == len(self.nodes):
-            other = np.full(len(first), NOBODY)
-        else:
-            other = self._first(self._up, heads, live, self._up_nodes)
-            other[other == first] = NOBODY
-        return np.repeat(first, lengths), np.repeat(other, lengths)
+        first = self._everybody.first(runs, live)
+        if self._up is self._everybody:
+            return first, [NOBODY] * len(runs)
+        others = self._up.first(runs, live)
+        return first, [NOBODY if other == one else other for one, other in zip(first, others, strict=True)]
 
-    def writers(self, segments: AnyArray, live: AnyArray) -> IntArray:
-        """`[num_blocks]`: who takes each block in; `NOBODY`, if all members are draining."""
-        heads, lengths = _runs(segments)
-        return np.repeat(self._first(self._up, heads, live, self._up_nodes), lengths)
+    def writers(self, runs: Sequence[Run], live: Sequence[bool]) -> list[int]:
+        """Of each run, who takes it in; `NOBODY`, if all members are draining."""
+        return self._up.first(runs, live)
 
-    def _first(
-        self, placement: Placement | None, segments: AnyArray, live: AnyArray, places: IntArray | None
-    ) -> IntArray:
-        """The first live one of the owners of each segment; the first of all, if none is live."""
-        if placement is None:
-            return np.full(len(segments), NOBODY)
-        owners = placement.owners(segments, count=self.replicas)
-        if places is not None:
-            owners = places[owners]
-        chosen: IntArray = owners[np.arange(len(owners)), np.argmax(live[owners], axis=1)]
+
+class _Ranking:
+    """The owners of segments among some of the members. Thread-safe: what is remembered never changes."""
+
+    def __init__(self, members: Sequence[pb.Member], nodes: tuple[str, ...], replicas: int) -> None:
+        weights = {member.node_id: float(max(1, member.capacity_bytes)) for member in members}
+        self._placement = Placement(weights) if weights else None
+        self._places = [nodes.index(node) for node in sorted(weights)]
+        self._replicas = replicas
+        self._owners: dict[int, list[int]] = {}  # by segment
+
+    def first(self, runs: Sequence[Run], live: Sequence[bool]) -> list[int]:
+        """The first live one of the owners of each run; the first of all, if none is live."""
+        if self._placement is None:
+            return [NOBODY] * len(runs)
+        known = self._owners
+        names = [run.segment for run in runs]
+        if not known.keys() >= set(names):
+            known = self._rank(names)
+        chosen = []
+        for name in names:
+            owners = known[name]
+            first = owners[0]
+            chosen.append(first if live[first] else next((owner for owner in owners if live[owner]), first))
         return chosen
 
-
-def _runs(segments: AnyArray) -> tuple[AnyArray, IntArray]:
-    """The segments, each once for blocks in a row that are in it, and how many those are."""
-    if not len(segments):
-        return segments, np.zeros(0, np.int64)
-    begins = np.concatenate([[0], np.flatnonzero(segments[1:] != segments[:-1]) + 1])
-    return segments[begins], np.diff(begins, append=len(segments))
+    def _rank(self, segments: list[int]) -> dict[int, list[int]]:
+        assert self._placement is not None
+        ranked = self._placement.owners(np.array(segments, np.uint64), count=self._replicas).tolist()
+        fresh = {name: [self._places[at] for at in row] for name, row in zip(segments, ranked, strict=True)}
+        self._owners = fresh if len(self._owners) > MOST_RANKED else self._owners | fresh
+        return self._owners | fresh

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="the vLLM adapter moves tensors")
@@ -82,8 +81,8 @@ def test_what_is_saved_in_two_steps_is_found_and_loaded_behind_local_tokens(monk
         mover._saves._commits.submit(lambda: None).result()  # there is one thread
         assert mover.tally.take()["blocks_saved"] == 10
         assert client.match(hashes, lease="").num_found == 10
-        owners = client._links.current().view.writers(placement.segments(hashes), np.ones(2, bool))
-        assert set(owners.tolist()) == {0, 1}
+        owners = placement.Placement({"n0": 1.0, "n1": 1.0}).owners(placement.segments(hashes))
+        assert set(owners.ravel().tolist()) == {0, 1}
 
         loading = Side(client, async_load=False)  # type: ignore[arg-type]
         other = loading.new("b", 40, block_hashes=hashes)

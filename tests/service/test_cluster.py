@@ -13,13 +13,12 @@ from service.harness import DEADLINE_S, DaemonProcess, eventually
 from tellers import Teller, member
 
 from kvstore.errors import BlockMissing, InvalidRequest, MembersChanged, StoreTimeout, StoreUnavailable
-from kvstore.placement import SEGMENT_BLOCKS, segments
+from kvstore.placement import SEGMENT_BLOCKS, Placement, segments
 from kvstore.types import BlockHash, ByteArray, IntArray, Outcome
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client import BlockRows, ClientOptions, ClusterClient, ClusterLoad, connect
-from kvstore_client import cluster as cluster_module
+from kvstore_client import owners as owners_module
 from kvstore_client.members import Members
-from kvstore_client.placing import View
 
 KV = spec()
 NUM_BLOCKS = 1000
@@ -48,8 +47,8 @@ class House:
 
     def owners(self, hashes: list[BlockHash] = HASHES, *, num_nodes: int = 3) -> IntArray:
         """Who keeps each block."""
-        view = View([member(f"n{number}", b"", "") for number in range(num_nodes)], 0, 1)
-        return view.writers(segments(hashes), np.ones(num_nodes, bool))
+        placement = Placement(dict.fromkeys([f"n{number}" for number in range(num_nodes)], 1.0))
+        return placement.owners(segments(hashes))[:, 0]
 
     def counts(self, name: str) -> list[int]:
         return [getattr(daemon.stats(), name) for daemon in self.daemons if daemon.running]
@@ -345,7 +344,7 @@ def test_a_store_with_members_that_have_changed_is_tried_again_with_the_new(
 ) -> None:
     """The daemons here know nothing of epochs, so one is made to seem to refuse, and the teller asked in its place."""
     house.daemons.append(make_daemon())
-    ask, ask_members = cluster_module.ask, Members.ask
+    ask, ask_members = owners_module.ask, Members.ask
     asked: list[int] = []
 
     def refused(questions: Any, *, deadline: float) -> Any:
@@ -361,7 +360,7 @@ def test_a_store_with_members_that_have_changed_is_tried_again_with_the_new(
     def from_teller(self: Members, address: str, *, deadline: float) -> None:
         ask_members(self, house.teller.address, deadline=deadline)
 
-    monkeypatch.setattr(cluster_module, "ask", refused)
+    monkeypatch.setattr(owners_module, "ask", refused)
     monkeypatch.setattr(Members, "ask", from_teller)
     assert store(client) == [Outcome.STORED] * NUM_BLOCKS
     assert asked == [1, 2]
