@@ -1,6 +1,6 @@
 """One question to several daemons at once: all requests are on their way before the first answer is waited for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,7 +30,7 @@ class Answered:
     message: pb.ServerMessage
 
 
-def ask(questions: Sequence[Question], *, deadline: float) -> list[Answered | KVStoreError]:
+def ask(questions: Iterable[Question], *, deadline: float) -> list[Answered | KVStoreError]:
     """The answer to each, or why there is none. A daemon that is away or slow keeps none of the others waiting."""
     begun: list[tuple[Session, Call] | KVStoreError] = []
     try:

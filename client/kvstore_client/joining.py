@@ -40,7 +40,7 @@ def join(runs: Sequence[Run], answers: Iterable[Found]) -> Prefix:
 
 
 def _leading(runs: Sequence[Run], answers: Sequence[Found], counts: Sequence[int]) -> int:
-    """Blocks before the first that does not count: so many of each answer do, of a run in two answers what either has."""
+    """Blocks before the first that does not count. So many of each answer do; of a run in two, what either has."""
     have: dict[Run, int] = {}
     for answer, left in zip(answers, counts, strict=True):
         for run in answer.runs:

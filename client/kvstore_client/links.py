@@ -107,20 +107,32 @@ class Links:
                     recognise = partial(self._recognise, member.node_id)
                     link = Link(addresses, self._spec, self._options, self._shared, recognise=recognise)
                 link.channel.addresses = addresses
+                session = link.channel.current
+                if session is not None and (mistake := _mistake(view, member.node_id, session)):
+                    session.end(mistake)
                 links.append(link)
             self._ring = Ring(view, tuple(links))
         for link in former.values():
             link.close()
 
     def _recognise(self, node: str, session: Session) -> None:
-        """Raises: StoreUnavailable, if it is the session of another member.
+        """Raises: StoreUnavailable, if it is the session of another member."""
+        with self._lock:  # so that the members are those for whom this link was opened
+            mistake = _mistake(self._ring.view, node, session)
+        if mistake is not None:
+            raise mistake
 
-        Members on several hosts may have the same path, and one of this host is reached by it. A boot id that nobody
-        has is that of a member which was started again.
-        """
-        for member in self._ring.view.members:
-            if member.boot_id == session.boot_id and member.node_id != node:
-                raise StoreUnavailable(f"member {node}: expected it at this address, got member {member.node_id}")
+
+def _mistake(view: View, node: str, session: Session) -> StoreUnavailable | None:
+    """Why this session is not one of this member: it is another's.
+
+    Members on several hosts may have the same path, and the one of this host is reached by it. A boot id that nobody
+    has is that of a member which was started again.
+    """
+    for member in view.members:
+        if member.boot_id and member.boot_id == session.boot_id and member.node_id != node:
+            return StoreUnavailable(f"member {node}: expected it at this address, got member {member.node_id}")
+    return None
 
 
 def _addresses(member: pb.Member) -> tuple[str, ...]:

@@ -33,7 +33,8 @@ def ask_readers(
     for node, theirs in shares(runs, other).items():
         # Those that it may not have yet come last: its answer ends with the first that it does not have.
         mine[node] = [*mine.get(node, ()), *theirs]
-    questions = [Question(ring.links[node], message_of(_cut(data, theirs)), undo) for node, theirs in mine.items()]
+    # Made one by one: the first member is at work while the message for the next is made.
+    questions = (Question(ring.links[node], message_of(_cut(data, theirs)), undo) for node, theirs in mine.items())
     answers = ask(questions, deadline=deadline)
     check_any(answers)
     asked = zip(mine.values(), answers, strict=True)

@@ -403,3 +403,13 @@ def test_addresses_that_are_none_are_refused() -> None:
     for address in ("kvstore://", "kvstore://a:1,,b:1", "kvstore://a"):
         with pytest.raises(InvalidRequest, match="kvstore://"):
             connect(address, KV)
+
+
+def test_a_daemon_that_stands_alone_does_not_take_the_place_of_the_members(
+    house: House, client: ClusterClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    store(client)
+    house.teller.close()
+    eventually(lambda: all(each.address in caplog.text for each in house.daemons), "all are asked in its place")
+    assert "stands alone" in caplog.text
+    assert client.match(HASHES, lease="").num_found == NUM_BLOCKS
