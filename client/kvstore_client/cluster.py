@@ -268,7 +268,7 @@ class ClusterClient:
         Idempotent.
         """
         self._links.close()
-        self._sides.shutdown(wait=True, cancel_futures=True)
+        self._sides.shutdown(wait=True)
         self._shared.close()
 
     # Inside.

@@ -64,12 +64,20 @@ def each(pool: Executor, steps: Sequence[Callable[[], Result]]) -> list[Result |
 
     Raises: InvalidRequest, if one did, once all are over.
     """
-    others = [pool.submit(step) for step in steps[1:]]
-    results = [_result(step) for step in [*steps[:1], *(other.result for other in others)]]
+    others = [_begin(pool, step) for step in steps[1:]]
+    results = [_result(step) for step in [*steps[:1], *others]]
     for result in results:
         if isinstance(result, InvalidRequest):
             raise result
     return results
+
+
+def _begin(pool: Executor, step: Callable[[], Result]) -> Callable[[], Result]:
+    """What waits for the step, and gives what it does."""
+    try:
+        return pool.submit(step).result
+    except RuntimeError:  # the client is being closed, as the step will find
+        return step
 
 
 def _result(step: Callable[[], Result]) -> Result | KVStoreError:

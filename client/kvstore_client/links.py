@@ -48,7 +48,7 @@ class Links:
         if not self._tried:
             self._wait_tried(deadline)
         ring = self._ring
-        if not ring.links:
+        if self._closed or not ring.links:
             raise self.members.why_unknown()
         return ring
 

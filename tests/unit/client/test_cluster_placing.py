@@ -116,6 +116,7 @@ def test_a_prefix_ends_with_the_first_block_that_nobody_has() -> None:
 def test_what_either_of_two_has_counts() -> None:
     assert join(CHAIN, [found("ab", 3), found("b", 1), found("cb", 3)]) == Prefix(3, 0, 3)
     assert join(CHAIN, [found("a", 2), found("b", 1), found("cb", 4)]) == Prefix(6, 0, 6)
+    assert join(CHAIN, [found("b", 2), found("ab", 3)]) == Prefix(4, 0, 4)
 
 
 def test_blocks_in_writing_count_where_they_follow() -> None:
@@ -137,6 +138,9 @@ def test_steps_run_side_by_side_and_each_has_its_own_end() -> None:
         assert (first, third) == (1, 3)
         assert isinstance(second, StoreTimeout)
         assert each(pool, []) == []
+        closed = ThreadPoolExecutor(1)
+        closed.shutdown()
+        assert each(closed, [lambda: 1, lambda: 2]) == [1, 2]
 
         def wrong() -> int:
             raise InvalidRequest("ours")
