@@ -14,7 +14,12 @@ from tellers import cluster_in_process  # noqa: E402
 from kvstore import placement  # noqa: E402
 from kvstore.errors import InvalidRequest, StoreUnavailable, WriterFailed  # noqa: E402
 from kvstore.hashing import chain  # noqa: E402
-from kvstore_client import ClientOptions, KVClient, KVSpec  # noqa: E402
+from kvstore_client import (  # noqa: E402
+    ClientOptions,
+    KVClient,
+    KVSpec,
+    placing,
+)
 from kvstore_client.adapters.transformers import (  # noqa: E402
     Prefill,
     PrefixCache,
@@ -98,7 +103,8 @@ def client(spec: KVSpec, house: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
         with KVClient.in_process(spec, capacity_bytes=32 << 20) as client:
             yield client
     else:
-        monkeypatch.setattr(placement, "SEGMENT_BLOCKS", 2)  # so that short prompts lie with both
+        for module in (placement, placing):
+            monkeypatch.setattr(module, "SEGMENT_BLOCKS", 2)  # so that short prompts lie with both
         with cluster_in_process(spec, num_daemons=2) as cluster:
             yield cluster
 

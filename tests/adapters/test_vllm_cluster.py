@@ -12,6 +12,7 @@ from tellers import cluster_in_process  # noqa: E402
 
 from kvstore import placement  # noqa: E402
 from kvstore.spec import KVSpec  # noqa: E402
+from kvstore_client import placing  # noqa: E402
 from kvstore_client.adapters.vllm import scheduler  # noqa: E402
 from kvstore_client.adapters.vllm.groups import CacheGroups, Layer  # noqa: E402
 from kvstore_client.adapters.vllm.options import ConnectorOptions  # noqa: E402
@@ -65,7 +66,7 @@ def step(side: WorkerSide, plan: Any) -> Any:
 
 
 def test_what_is_saved_in_two_steps_is_found_and_loaded_behind_local_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (placement, scheduler):
+    for module in (placement, placing, scheduler):
         monkeypatch.setattr(module, "SEGMENT_BLOCKS", 2)  # so that a short prompt lies with both daemons
     hashes = chain(10, of=KV)
     written, read = engine_cache(1), engine_cache(2)

@@ -414,3 +414,16 @@ def test_a_daemon_that_stands_alone_does_not_take_the_place_of_the_members(
     eventually(lambda: all(each.address in caplog.text for each in house.daemons), "all are asked in its place")
     assert "stands alone" in caplog.text
     assert client.match(HASHES, lease="").num_found == NUM_BLOCKS
+
+
+def test_a_daemon_that_hangs_while_a_client_starts_costs_its_blocks(house: House, stack: ExitStack) -> None:
+    """Covers: D10."""
+    store(open_client(house, stack))
+    lost = house.owners() == 0
+    with stopped(house.daemons[0]):
+        late = connect(house.address, KV, options=ClientOptions(timeout_s=2.0))
+        stack.enter_context(closing(late))
+        assert isinstance(late, ClusterClient)
+        target, whole = load(late)
+        assert sorted(whole.errors) == np.flatnonzero(lost).tolist()
+        assert (target[~lost] == DATA[~lost]).all()
