@@ -63,6 +63,9 @@ def measure(*, rounds: int, num_blocks: int, part_bytes: int) -> dict[str, Any]:
     size_bytes = 2 * num_blocks * part_bytes
     with ExitStack() as stack:
         daemons = [stack.enter_context(running_daemon(size_bytes=size_bytes)).address for _ in range(NUM_DAEMONS + 1)]
+        admins = [AdminStub(stack.enter_context(grpc.insecure_channel(address))) for address in daemons]
+        for admin in admins:
+            admin.Stats(pb.StatsRequest(), wait_for_ready=True, timeout=DEADLINE_S)
         several = stack.enter_context(told(daemons[1:]))
         spec = bench_spec("cluster", part_bytes)
         options = ClientOptions(name="bench", timeout_s=DEADLINE_S)
@@ -72,7 +75,6 @@ def measure(*, rounds: int, num_blocks: int, part_bytes: int) -> dict[str, Any]:
         }
         for client in clients.values():
             client.wait_ready(DEADLINE_S)
-        admins = [AdminStub(stack.enter_context(grpc.insecure_channel(address))) for address in daemons]
         hashes = bench_chain(spec, num_blocks, seed=0)
         rates = _rates(clients, hashes, admins, rounds=max(2, rounds // 30))
         latencies = _latencies(clients, hashes, rounds=rounds)
