@@ -1,11 +1,13 @@
 """A link to each member of a store: opened in the background as members come, closed as they leave."""
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from kvstore.errors import StoreUnavailable
 from kvstore.spec import KVSpec
@@ -15,6 +17,8 @@ from kvstore_client.members import Members
 from kvstore_client.options import ClientOptions
 from kvstore_client.placing import View
 from kvstore_client.session import Session
+
+TURN_S: Final = 0.1  # for which one of the members is waited for, where none is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,18 @@ class Links:
     def wait_ready(self, deadline: float) -> None:
         """Each member was tried, and one of them is connected. Raises: as `KVClient.wait_ready`."""
         self.members.wait_known(deadline)
-        ring = self._ring
-        for link in ring.links:
+        links = self._ring.links
+        for link in links:
             link.channel.wait_tried(deadline)
-        if not any(link.channel.current for link in ring.links):
-            for link in ring.links[:1]:
-                link.channel.wait_ready(deadline)
+        for link in itertools.cycle(links):
+            turn = min(deadline, time.monotonic() + TURN_S)
+            try:
+                if not any(each.channel.current for each in links):
+                    link.channel.wait_ready(turn)
+                return
+            except StoreUnavailable:
+                if turn == deadline:
+                    raise
 
     def refresh(self, address: str, deadline: float) -> Ring:
         """The members as the daemon at this address knows them; each was tried, if half of the time was enough."""

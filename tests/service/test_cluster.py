@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -386,6 +387,20 @@ def test_without_any_daemon_calls_fail_at_once_and_it_connects_when_one_is_there
     client.close()
     with pytest.raises(StoreUnavailable, match="closed"):
         client.match(HASHES)
+
+
+def test_a_client_is_ready_once_any_of_the_members_is_there(house: House, stack: ExitStack) -> None:
+    for daemon in house.daemons:
+        daemon.kill()
+    client = connect(house.address, KV, options=ClientOptions(timeout_s=DEADLINE_S))
+    stack.enter_context(closing(client))
+    with pytest.raises(StoreUnavailable):
+        client.wait_ready(0.3)
+    with ThreadPoolExecutor(1) as pool:
+        ready = pool.submit(client.wait_ready, DEADLINE_S)
+        house.daemons[2].start()
+        ready.result()
+    assert client.connected
 
 
 def test_a_member_with_the_path_of_another_one_is_not_taken_for_it(house: House, stack: ExitStack) -> None:
