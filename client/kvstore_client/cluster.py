@@ -22,7 +22,7 @@ from kvstore_client.breaker import BreakerState
 from kvstore_client.buffers import Destination, as_destination
 from kvstore_client.client import DEFAULT_OPTIONS
 from kvstore_client.cluster_load import ClusterLoad, Leg
-from kvstore_client.cluster_write import ClusterWrite, Piece
+from kvstore_client.cluster_write import ClusterWrite, Piece, abort_all
 from kvstore_client.fanout import Answered, each
 from kvstore_client.joining import Found, join
 from kvstore_client.link import Link, Shared, match_request, release_request
@@ -213,7 +213,7 @@ class ClusterClient:
         answers = ask(self._links.ring(deadline))
         changed = next((link for link, _, answer in answers if isinstance(answer, MembersChanged)), None)
         if changed is not None:
-            each(self._sides, [piece.write.abort for piece in self._pieces(answers, chosen)])
+            abort_all(self._pieces(answers, chosen), self._sides)
             answers = ask(self._links.refresh(changed.channel.address, deadline))
         check_any([answer for _, _, answer in answers])
         pieces = self._pieces(answers, chosen)
@@ -281,7 +281,7 @@ class ClusterClient:
     ) -> list[Piece]:
         """The writes that were begun."""
         return [
-            Piece(link.write(answer.session, answer.message.reserved, parts=parts), theirs)
+            Piece(link.write(answer.session, answer.message.reserved, parts=parts), theirs, link)
             for link, theirs, answer in answers
             if isinstance(answer, Answered)
         ]

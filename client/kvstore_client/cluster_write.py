@@ -10,15 +10,17 @@ from kvstore.spec import KVSpec
 from kvstore.types import IntArray, Outcome
 from kvstore_client.buffers import Rows, RowsLike, as_rows
 from kvstore_client.fanout import each
+from kvstore_client.link import Link
 from kvstore_client.write import Write
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one daemon takes in: its block i is block `blocks[i]` of the whole."""
+    """What one daemon takes in at a time: its block i is block `blocks[i]` of the whole."""
 
     write: Write
     blocks: IntArray
+    link: Link  # to that daemon
 
 
 class ClusterWrite:
@@ -86,7 +88,7 @@ class ClusterWrite:
         """
         if self._over not in ("committed", "aborted"):
             self._over = "aborted"
-            each(self._pool, [piece.write.abort for piece in self._pieces])
+            abort_all(self._pieces, self._pool)
 
     # Inside.
 
@@ -97,18 +99,17 @@ class ClusterWrite:
         """Done with every daemon at once; one that fails is left out from here on."""
         if self._over:
             raise InvalidRequest(f"write: expected an open write, got one that was {self._over}; store again")
-        results = each(self._pool, [partial(act, piece) for piece in self._pieces])
-        failures = [result for result in results if isinstance(result, KVStoreError)]
+        failures = _done(self._pieces, act, self._pool)
         going = []
-        for piece, result in zip(self._pieces, results, strict=True):
-            if isinstance(result, KVStoreError):
+        for piece in self._pieces:
+            if id(piece) in failures:
                 self._give_up(piece)
             else:
                 going.append(piece)
         self._pieces = going
         if failures and not going:
             self._over = "given up"
-            raise failures[0]
+            raise next(iter(failures.values()))
 
     def _give_up(self, piece: Piece) -> None:
         for place in piece.write.new_blocks:
@@ -117,3 +118,28 @@ class ClusterWrite:
     def _take_outcomes(self, piece: Piece) -> None:
         for block, outcome in zip(piece.blocks.tolist(), piece.write.outcomes, strict=True):
             self.outcomes[block] = outcome
+
+
+def abort_all(pieces: Sequence[Piece], pool: Executor) -> None:
+    """All of these writes are over, and what is not committed is given up."""
+    _done(pieces, lambda piece: piece.write.abort(), pool)
+
+
+def _done(pieces: Sequence[Piece], act: Callable[[Piece], object], pool: Executor) -> dict[int, KVStoreError]:
+    """Done with every daemon at once, one piece after the other. By id of the piece, what failed."""
+    by_link: dict[Link, list[Piece]] = {}
+    for piece in pieces:
+        by_link.setdefault(piece.link, []).append(piece)
+    failures: dict[int, KVStoreError] = {}
+
+    def work(mine: list[Piece]) -> None:
+        for piece in mine:
+            try:
+                act(piece)
+            except InvalidRequest:
+                raise
+            except KVStoreError as error:
+                failures[id(piece)] = error
+
+    each(pool, [partial(work, mine) for mine in by_link.values()])
+    return failures

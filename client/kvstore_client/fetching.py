@@ -24,7 +24,7 @@ from kvstore_client.regions import Region, Regions, check_usable, offsets_in
 from kvstore_client.session import Answer, Session
 from kvstore_client.staging import Staging, Stagings
 
-PIECE_BYTES: Final = 16 << 20  # of one piece, if it has more than one block
+PIECE_BYTES: Final = 32 << 20  # of one piece, if it has more than one block
 PIECE_BLOCKS: Final = 1024
 FETCHES_AT_ONCE: Final = 4  # of one load
 QUIET_S: Final = 1.0  # for the daemon's word that it writes no more to a region; then the session is given up

@@ -10,7 +10,7 @@ from functools import partial
 
 from kvstore.errors import KVStoreError, SpecMismatch, Unsupported
 from kvstore.spec import KVSpec
-from kvstore.types import AnyArray, BlockHash, Location
+from kvstore.types import BlockHash, Location
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import PROTOCOL_VERSION, pack_u32, spec_to_proto
 from kvstore_client.breaker import Breaker
@@ -204,21 +204,11 @@ def release_request(lease: str) -> pb.ClientMessage:
 
 
 def store_request(
-    packed: bytes,
-    *,
-    parent: BlockHash | None,
-    parts: Sequence[int] | None,
-    segments: AnyArray | None,
-    epoch: int,
+    packed: bytes, *, parent: BlockHash | None, parts: Sequence[int] | None, epoch: int
 ) -> pb.ClientMessage:
-    request = pb.Store_(
-        parent=parent or b"",
-        hashes=packed,
-        parts=b"" if parts is None else pack_u32(parts),
-        segments=b"" if segments is None else segments.astype("<u8").tobytes(),
-        epoch=epoch,
-    )
-    return pb.ClientMessage(store=request)
+    """`parts` None: all. `epoch`: of the members by which the blocks were placed; 0: they were not."""
+    wire_parts = b"" if parts is None else pack_u32(parts)
+    return pb.ClientMessage(store=pb.Store_(parent=parent or b"", hashes=packed, parts=wire_parts, epoch=epoch))
 
 
 def undo_store(request_id: int) -> pb.ClientMessage:

@@ -83,28 +83,23 @@ def reserve(
     parts: Sequence[int] | None,
     deadline: float,
 ) -> list[tuple[Link, IntArray, Answered | KVStoreError]]:
-    """Of each member that takes blocks in: the way to it, its blocks, and its answer, or why there is none.
+    """Of each run: the way to the member that takes it in, its blocks, and the answer, or why there is none.
 
-    A member gets its blocks as one run. Where that begins with a segment, or leaves some out, the block before may lie
-    with another, so that it counts as the beginning of a chain. Raises: StoreFull, if all members are draining.
+    Each begins a chain, as the block before it may lie with another member, but for one that begins within a segment.
+    The last runs are sent first, so that those before them count as used later, and a chain is evicted from its end.
+    Raises: StoreFull, if all members are draining.
     """
-    mine = shares(runs, ring.view.writers(runs, ring.live()))
-    if runs and not mine:
+    owners = ring.view.writers(runs, ring.live())
+    if NOBODY in owners:
         raise StoreFull("the members of the store are all draining and take nothing new; skip this save")
     questions = []
-    for node, theirs in mine.items():
-        within = theirs[0] is runs[0] and not data.startswith(theirs[0].segment.to_bytes(8, "little"))
-        names = np.array([run.segment for run in theirs], np.uint64)
-        message = store_request(
-            _cut(data, theirs),
-            parent=parent if within else None,
-            parts=parts,
-            segments=np.repeat(names, [run.end - run.begin for run in theirs]),
-            epoch=ring.view.epoch,
-        )
-        questions.append(Question(ring.links[node], message, undo_store))
-    answers = zip(mine.values(), questions, ask(questions, deadline=deadline), strict=True)
-    return [(question.link, indices_of(theirs), answer) for theirs, question, answer in answers]
+    for run, owner in reversed(list(zip(runs, owners, strict=True))):
+        within = run is runs[0] and not data.startswith(run.segment.to_bytes(8, "little"))
+        before = parent if within else None
+        message = store_request(_cut(data, [run]), parent=before, parts=parts, epoch=ring.view.epoch)
+        questions.append(Question(ring.links[owner], message, undo_store))
+    answers = zip(reversed(runs), questions, ask(questions, deadline=deadline), strict=True)
+    return [(question.link, indices_of([run]), answer) for run, question, answer in answers]
 
 
 def check_any(answers: Sequence[object]) -> None:

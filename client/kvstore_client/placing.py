@@ -65,6 +65,7 @@ class View:
     epoch: int
     replicas: int
     nodes: tuple[str, ...] = field(init=False)
+    up: Sequence[pb.Member] = field(init=False)  # those that are not draining
     _everybody: "_Ranking" = field(init=False)
     _up: "_Ranking" = field(init=False)  # without those that are draining
 
@@ -74,6 +75,7 @@ class View:
         everybody = _Ranking(self.members, nodes, self.replicas)
         set_field = object.__setattr__  # it is frozen from here on
         set_field(self, "nodes", nodes)
+        set_field(self, "up", up)
         set_field(self, "_everybody", everybody)
         set_field(self, "_up", everybody if len(up) == len(nodes) else _Ranking(up, nodes, self.replicas))
 
@@ -82,6 +84,14 @@ class View:
         """As a daemon told it; of members of one name, the last counts."""
         members = {member.node_id: member for member in reply.members}
         return cls([members[node] for node in sorted(members)], reply.epoch, max(1, reply.replicas))
+
+    def state_of(self, node: str) -> int:
+        """UP or DRAINING, as in `Member.State`; 0, if it is no member."""
+        return next((member.state for member in self.members if member.node_id == node), 0)
+
+    def addresses_of(self, node: str) -> Sequence[str]:
+        """Where the member listens; nowhere, if it is none."""
+        return next((list(member.addresses) for member in self.members if member.node_id == node), [])
 
     def readers(self, runs: Sequence[Run], live: Sequence[bool]) -> tuple[list[int], list[int]]:
         """Of each run, who is asked for it, and who else.

@@ -91,17 +91,20 @@ def device_towards(host: str) -> str:
 class Agent:
     """One end of transfers, bound to one network device. Thread-safe, but for `close`.
 
+    `num_pollers` is how many threads begin transfers and poll them, which is what moves the bytes. With none, the agent
+    is there to be reached: a thread of the library answers. Both at once would wait for each other's locks.
+
     Raises: Unsupported, if NIXL is not installed or the device cannot be used.
     """
 
-    def __init__(self, name: str, *, device: str, num_workers: int = 1) -> None:
+    def __init__(self, name: str, *, device: str, num_pollers: int = 0) -> None:
         self.name = name
         self.device = device
         self._nixl = nixl = _nixl()
         self._lock = threading.RLock()  # of registrations, and of the end; finalizers may take it anywhere
         self._registered: dict[int, list[Any]] = {}  # by the address where it begins
         config = nixl.nixlAgentConfig()
-        config.useProgThread = True
+        config.useProgThread = not num_pollers
         config.useListenThread = False
         config.syncMode = nixl.NIXL_THREAD_SYNC_RW
         config.pthrDelay = _PROGRESS_DELAY_US
@@ -109,7 +112,7 @@ class Agent:
         with _environment({**_ENVIRONMENT, "UCX_NET_DEVICES": device}):
             try:
                 self._agent: Any = nixl.nixlAgent(name, config)
-                self._backend = self._agent.createBackend("UCX", {"num_workers": str(num_workers)})
+                self._backend = self._agent.createBackend("UCX", {"num_workers": str(max(1, num_pollers))})
             except Exception as error:
                 here = ", ".join(name for _, name in socket.if_nameindex())
                 raise Unsupported(

@@ -279,18 +279,16 @@ class Arrived(_message.Message):
     def __init__(self, blocks: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., errors: _Optional[_Iterable[_Union[BlockError, _Mapping]]] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class Store_(_message.Message):
-    __slots__ = ("parent", "hashes", "parts", "segments", "epoch")
+    __slots__ = ("parent", "hashes", "parts", "epoch")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
-    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     parent: bytes
     hashes: bytes
     parts: bytes
-    segments: bytes
     epoch: int
-    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., segments: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("write_id", "outcomes")
@@ -443,7 +441,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "counters", "blocks_committed", "blocks_writing", "blocks_leased", "blocks_pinned", "sessions", "draining")
+    __slots__ = ("boot_id", "server_version", "uptime_s", "tiers", "counters", "blocks_committed", "blocks_writing", "blocks_leased", "blocks_pinned", "sessions", "draining", "loop_gaps")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -455,6 +453,7 @@ class StatsReply(_message.Message):
     BLOCKS_PINNED_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LOOP_GAPS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     server_version: str
     uptime_s: float
@@ -466,7 +465,18 @@ class StatsReply(_message.Message):
     blocks_pinned: int
     sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
     draining: bool
-    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks_committed: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    loop_gaps: LoopGaps
+    def __init__(self, boot_id: _Optional[bytes] = ..., server_version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks_committed: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_leased: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., draining: _Optional[bool] = ..., loop_gaps: _Optional[_Union[LoopGaps, _Mapping]] = ...) -> None: ...
+
+class LoopGaps(_message.Message):
+    __slots__ = ("bounds_s", "counts", "total_s")
+    BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    total_s: float
+    def __init__(self, bounds_s: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., total_s: _Optional[float] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "slab_bytes", "used_bytes", "num_slabs", "pages", "place")
@@ -657,7 +667,7 @@ class WatchRequest(_message.Message):
     def __init__(self, snapshot: _Optional[bool] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("boot_id", "sequence", "kind", "namespace", "hashes", "parents", "tier", "block_tokens")
+    __slots__ = ("boot_id", "sequence", "kind", "namespace", "hashes", "parents", "tier", "block_tokens", "segments")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Event.Kind]
@@ -676,6 +686,7 @@ class Event(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     sequence: int
     kind: Event.Kind
@@ -684,4 +695,5 @@ class Event(_message.Message):
     parents: bytes
     tier: str
     block_tokens: int
-    def __init__(self, boot_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[Event.Kind, str]] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tier: _Optional[str] = ..., block_tokens: _Optional[int] = ...) -> None: ...
+    segments: bytes
+    def __init__(self, boot_id: _Optional[bytes] = ..., sequence: _Optional[int] = ..., kind: _Optional[_Union[Event.Kind, str]] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tier: _Optional[str] = ..., block_tokens: _Optional[int] = ..., segments: _Optional[bytes] = ...) -> None: ...

@@ -13,7 +13,9 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import spec_to_proto, unpack_hashes
 from kvstore_server.access import AUTHORIZATION, authorize
 from kvstore_server.config import Settings
+from kvstore_server.gaps import BOUNDS_S, LoopGaps
 from kvstore_server.level import State
+from kvstore_server.roster import Roster, View
 from kvstore_server.service import StoreService, code_of
 from kvstore_server.store import Store
 from kvstore_server.values import Change, Space, change_of
@@ -52,6 +54,7 @@ class Journal:
             parents=change.parents.tobytes(),
             tier=change.tier,
             block_tokens=change.block_tokens,
+            segments=b"" if change.segments is None else change.segments.tobytes(),
         )
 
     def end_of_snapshot(self, sequence: int) -> pb.Event:
@@ -75,24 +78,34 @@ class AdminService:
         store: Store,
         service: StoreService,
         journal: Journal,
+        roster: Roster,
         settings: Settings,
+        gaps: LoopGaps,
         *,
         on_drain: Callable[[], Awaitable[None]],
         boot_id: BootId,
-        addresses: list[str],
         version: str,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._service = service
         self._journal = journal
+        self._roster = roster
         self._settings = settings
+        self._gaps = gaps
         self._on_drain = on_drain
         self._boot_id = boot_id
-        self._addresses = addresses
         self._version = version
         self._clock = clock
         self._started_at = clock()
+        self._members_told: set[asyncio.Event] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """The streams of Members end, and no new one stays."""
+        self._closed = True
+        for told in self._members_told:
+            told.set()
 
     def stats(self) -> pb.StatsReply:
         """What the daemon is doing at this moment."""
@@ -125,6 +138,7 @@ class AdminService:
                 for connection in self._service.connections.values()
             ],
             draining=self._service.draining,
+            loop_gaps=pb.LoopGaps(bounds_s=BOUNDS_S, counts=self._gaps.counts, total_s=self._gaps.total_s),
         )
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
@@ -168,8 +182,22 @@ class AdminService:
         return pb.DrainReply()
 
     async def Members(self, request: pb.MembersRequest, context: Any) -> AsyncIterator[pb.MembersReply]:
-        me = pb.Member(boot_id=self._boot_id, addresses=self._addresses, state=pb.Member.UP)
-        yield pb.MembersReply(members=[me])
+        told = self._roster.view
+        yield _members_reply(told)
+        changed = asyncio.Event()
+        self._roster.watch(changed.set)
+        self._members_told.add(changed)
+        try:
+            while request.watch and not self._closed:
+                if self._roster.view != told:
+                    told = self._roster.view
+                    yield _members_reply(told)
+                else:
+                    await changed.wait()
+                    changed.clear()
+        finally:
+            self._roster.unwatch(changed.set)
+            self._members_told.discard(changed)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Event]:
         await self._authorize(context)
@@ -199,7 +227,8 @@ class AdminService:
             for tier, level in (("cpu", space.index.memory), ("gpu", space.index.gpu), ("disk", space.index.disk)):
                 rows = stored[level.has(stored)]
                 for begin in range(0, len(rows), _SNAPSHOT_BLOCKS):
-                    change = change_of(space, rows[begin : begin + _SNAPSHOT_BLOCKS], tier=tier)
+                    some = rows[begin : begin + _SNAPSHOT_BLOCKS]
+                    change = change_of(space, some, tier=tier, placed=self._store.placed)
                     events.append(self._journal.event(change, sequence))
         return [*events, self._journal.end_of_snapshot(sequence)]
 
@@ -227,3 +256,21 @@ class AdminService:
             await context.abort(code_of(error), str(error))
             raise error  # abort raises; this line tells the type checker so
         return space
+
+
+def _members_reply(view: View) -> pb.MembersReply:
+    return pb.MembersReply(
+        members=[
+            pb.Member(
+                boot_id=member.boot_id,
+                addresses=member.addresses,
+                node_id=member.node_id,
+                capacity_bytes=member.capacity_bytes,
+                state=pb.Member.DRAINING if member.draining else pb.Member.UP,
+            )
+            for member in view.members
+        ],
+        epoch=view.epoch,
+        replicas=view.replicas,
+        stale=view.stale,
+    )

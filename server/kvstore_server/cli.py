@@ -44,19 +44,27 @@ def main() -> None:
 @click.option("--disk-scrub-bytes-s", help='How fast the disk is checked, such as "4MiB"; 0: not at all.')
 @click.option("--write-policy", type=click.Choice(["through", "evict"]), help="When blocks are written to disk.")
 @click.option("--eviction-policy", type=click.Choice(config.EVICTION_POLICIES), help="Which blocks go first.")
+@click.option("--cluster-url", help='Of Redis, such as "redis://10.0.0.1:6379"; empty for a store of one machine.')
+@click.option("--cluster-name", help="Name of the store, where several use one Redis.")
+@click.option("--node-id", help="Name of this daemon in the store, the same after a restart.")
+@click.option("--advertise", multiple=True, help="Address at which others reach it; may be given several times.")
+@click.option("--replicas", type=int, help="With how many daemons each block is kept.")
+@click.option("--cluster-ttl-s", type=float, help="Seconds without word after which a daemon is gone.")
 @click.option("--heartbeat-s", type=float, help="Seconds between the heartbeats of a client.")
 @click.option("--prefault/--no-prefault", default=None, help="Take all memory at the start.")
 @click.option("--checksums/--no-checksums", default=None, help="Off is for benchmarks.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="How log lines look.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
 @click.option("--json", "as_json", is_flag=True, help="Log as JSON; the same as --log-format json.")
-def serve(file: Path | None, as_json: bool, **flags: object) -> None:
+def serve(file: Path | None, as_json: bool, advertise: tuple[str, ...], **flags: object) -> None:
     """Run the daemon until SIGTERM or Ctrl-C.
 
     Settings come from defaults, then the file, then KVSTORE_* variables, then flags.
     """
     if as_json:
         flags["log_format"] = "json"
+    if advertise:
+        flags["advertise"] = advertise
     try:
         settings = config.load(file, flags=flags)
         configure_logs(settings)
@@ -79,18 +87,31 @@ async def _serve(settings: config.Settings) -> None:
     await daemon.stop()
 
 
-@main.command(epilog="Example: kvstore status unix:/run/kvstore/kvstore.sock --json")
+@main.command(epilog="Example: kvstore status kvstore://10.0.0.1:7311,10.0.0.2:7311 --json")
 @click.argument("address", default=DEFAULT_ADDRESS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(address: str, as_json: bool) -> None:
-    """Show tiers, blocks, hit rate and sessions of the daemon at ADDRESS."""
+    """Show tiers, blocks, hit rate and sessions of the daemon at ADDRESS, and the daemons of its store.
+
+    Of kvstore://HOST:PORT,HOST:PORT, of which one has to answer, only the daemons of the store are shown.
+    """
+    from kvstore_server.commands.nodes import SCHEME, cluster, render_cluster
     from kvstore_server.commands.status import render, snapshot
 
+    shown: dict[str, Any]
+    parts: list[str] = []
     try:
-        shown = snapshot(address)
+        members = cluster(address)
+        if members is not None:
+            parts.append(render_cluster(members))
+        if members is not None and address.startswith(SCHEME):
+            shown = members
+        else:
+            shown = snapshot(address) | {"cluster": members}
+            parts.append(render(shown))
     except KVStoreError as error:
         _fail(error)
-    click.echo(json.dumps(shown, indent=2) if as_json else render(shown))
+    click.echo(json.dumps(shown, indent=2) if as_json else "\n\n".join(parts))
 
 
 _token_file = click.option(
@@ -235,6 +256,24 @@ def bench_ucx(device: str, size: str, threads: int, rounds: int, as_json: bool) 
     try:
         size_bytes = config.parse_size(size, name="size")
         figures = run_ucx(device=device, size_bytes=size_bytes, threads=threads, rounds=rounds)
+    except KVStoreError as error:
+        _fail(error)
+    _show(figures, as_json=as_json, width=22)
+
+
+@bench.command("clients", epilog="Example: kvstore bench clients --clients 64 --json")
+@click.option("--device", default="lo", show_default=True, help="Network device; lo: loopback tcp.")
+@click.option("--clients", default=64, show_default=True, help="Processes that load at once.")
+@click.option("--size", default="32MiB", show_default=True, help="What each loads, once a round.")
+@click.option("--rounds", default=4, show_default=True, help="Rounds of each.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_clients(device: str, clients: int, size: str, rounds: int, as_json: bool) -> None:
+    """Many clients over ucx at once, beside one; every byte that they load is compared."""
+    from kvstore_server.commands.bench_clients import run_clients
+
+    try:
+        size_bytes = config.parse_size(size, name="size")
+        figures = run_clients(device=device, num_clients=clients, size_bytes=size_bytes, rounds=rounds)
     except KVStoreError as error:
         _fail(error)
     _show(figures, as_json=as_json, width=22)

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from kvstore.errors import InvalidRequest
+from kvstore_server.cluster_url import parse_cluster_url
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "KI": 1 << 10,
@@ -22,6 +23,9 @@ ENVIRONMENT_PREFIX: Final = "KVSTORE_"
 EVICTION_POLICIES: Final = ("lru", "lfu")
 MAX_DISKS: Final = 64
 ALL_OTHERS: Final = "*"  # in a table by model or tenant: those that are not named
+MAX_REPLICAS: Final = 16
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")  # of a store and of its daemons: part of keys in Redis
+_ANY_ADDRESS: Final = ("0.0.0.0", "::")
 
 
 class DiskSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,6 +68,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stop_timeout_s: float = 10.0
     ttl_s: dict[str, float] = {}  # tenant -> how long its blocks stay unused, "*" for all others; none: for ever
     tokens: dict[str, list[str]] = {}  # token -> tenants it may use, ["*"] for all; empty: no token is asked for
+    cluster_url: str = ""  # of Redis or Valkey, where the daemons of one store find each other; "": one machine
+    cluster_name: str = "kvstore"  # of the store, where several use one Redis
+    node_id: str = ""  # of this daemon in the store, the same after a restart
+    advertise: list[str] = []  # where clients and the other daemons reach it; empty: where it listens
+    replicas: int = 1  # with how many daemons each block is kept
+    cluster_ttl_s: float = 3.0  # a daemon that was not heard of for so long is gone; renewed every third
     log_format: str = "text"  # or "json"
     log_level: str = "info"
 
@@ -117,9 +127,39 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         for tenant, seconds in self.ttl_s.items():
             _expect(seconds > 0, f"ttl_s.{tenant}", "more than 0 seconds", seconds)
         _expect(0.05 <= self.heartbeat_s <= 3600, "heartbeat_s", "0.05 to 3600", self.heartbeat_s)
+        self._check_cluster()
         _expect(self.log_format in ("text", "json"), "log_format", '"text" or "json"', self.log_format)
         levels = ("debug", "info", "warning", "error")
         _expect(self.log_level in levels, "log_level", f"one of {', '.join(levels)}", self.log_level)
+
+    def _check_cluster(self) -> None:
+        name = "1 to 64 of A-Z, a-z, 0-9, dot, underscore and hyphen"
+        _expect(_NAME.fullmatch(self.cluster_name), "cluster_name", name, self.cluster_name)
+        _expect(not self.node_id or _NAME.fullmatch(self.node_id), "node_id", name, self.node_id)
+        _expect(1 <= self.replicas <= MAX_REPLICAS, "replicas", f"1 to {MAX_REPLICAS}", self.replicas)
+        _expect(0.1 <= self.cluster_ttl_s <= 3600, "cluster_ttl_s", "0.1 to 3600", self.cluster_ttl_s)
+        _expect(all(self.advertise), "advertise", 'addresses such as "10.0.0.7:7311"', self.advertise)
+        if self.cluster_url:
+            parse_cluster_url(self.cluster_url)
+            _expect(self.node_id, "node_id", "an id of this daemon's own, with cluster_url", self.node_id)
+            _expect(
+                self.advertise or not self.tcp_port or self.tcp_host not in _ANY_ADDRESS,
+                "advertise",
+                f"the addresses at which others reach this daemon, as tcp_host {self.tcp_host} names none",
+                self.advertise,
+            )
+
+    @property
+    def advertised(self) -> list[str]:
+        """The addresses at which this daemon is reached, as it tells others."""
+        unix = [f"unix:{self.unix_socket}"] if self.unix_socket else []
+        tcp = [f"{self.tcp_host}:{self.tcp_port}"] if self.tcp_port else []
+        return self.advertise or [*unix, *tcp]
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of memory and disks together: this daemon's share of a store's blocks."""
+        return self.cpu_capacity + sum(disk.capacity for disk in self.disk_directories)
 
     @property
     def disk_directories(self) -> list[DiskSettings]:
@@ -134,6 +174,7 @@ _TABLES: Final[dict[str, tuple[object, str]]] = {
     "tokens": (dict[str, list[str]], '{"TOKEN": ["tenant"]}'),
     "ttl_s": (dict[str, float], '{"tenant": 3600, "*": 86400}'),
     "disks": (list[dict[str, object]], '[{"path": "/disk0/kvstore", "capacity": "1TiB"}]'),
+    "advertise": (list[str], '["10.0.0.7:7311"]'),
     "disk_codecs": (dict[str, str], '{"model": "zstd", "*": "auto"}'),
 }
 SIZES: Final = frozenset(

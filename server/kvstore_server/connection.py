@@ -59,9 +59,10 @@ class Connection:
         return posted
 
     def stop_reading(self, reason: str) -> None:
-        """The stream ends from this side, with UNAVAILABLE and this reason."""
-        self.ending = reason
-        self._reader.cancel()
+        """The stream ends from this side, with UNAVAILABLE and the first reason that was given."""
+        if not self.ending:
+            self.ending = reason
+            self._reader.cancel()
 
     def start(self, work: Callable[[], Coroutine[Any, Any, None]], *, request_id: int) -> None:
         """The work goes on beside the reader, until the stream ends."""
@@ -104,7 +105,7 @@ class Connection:
         for task in self._tasks:
             task.cancel()
         if self.peer is not None:
-            self.peer.over = self.peer.over or "its session has ended"
+            self.peer.leave("its session has ended")
             if self._jobs:
                 await asyncio.wait(self._jobs, timeout=PEER_GRACE_S)
         await asyncio.gather(*self._tasks, *([] if self.peer else self._jobs), return_exceptions=True)

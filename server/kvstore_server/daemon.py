@@ -31,7 +31,10 @@ from kvstore_server.beside import TiersBeside
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
 from kvstore_server.expiry import Expiry
+from kvstore_server.gaps import LoopGaps
+from kvstore_server.members import Members
 from kvstore_server.mover import Mover
+from kvstore_server.roster import Member, Roster
 from kvstore_server.service import SILENT_HEARTBEATS, StoreService
 from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier, shmem_pages
@@ -66,15 +69,28 @@ class Daemon:
         if settings.ucx_device:
             self._transfers = Transfers(
                 device=settings.ucx_device,
-                num_threads=settings.copy_threads,
+                num_drivers=max(1, settings.copy_threads // 2),  # the kernel copies on as many cores again
                 patience_s=SILENT_HEARTBEATS * settings.heartbeat_s,
             )
+        clustered = bool(settings.cluster_url)
         self._journal = Journal(self.boot_id)
+        me = Member(
+            node_id=settings.node_id if clustered else "",
+            boot_id=self.boot_id,
+            addresses=tuple(settings.advertised),
+            capacity_bytes=settings.capacity_bytes,
+            draining=False,
+        )
+        self._roster = Roster(
+            me, replicas=settings.replicas if clustered else 0, ttl_s=settings.cluster_ttl_s, stale=clustered
+        )
+        self._members = Members(self._roster, settings, clock=time.monotonic) if clustered else None
         self.store = Store(
             self.tier,
             on_change=self._journal.record,
             on_slab_closed=lambda slab, readers: self.service.slab_closed(slab, readers),
             policy=settings.eviction_policy,
+            placed=clustered,
         )
         self._private: tempfile.TemporaryDirectory[str] | None = None  # of the shm socket, if there is no unix socket
         self._shm_path = self._choose_shm_path()
@@ -84,6 +100,7 @@ class Daemon:
             self.store,
             self._mover,
             self._transfers,
+            self._roster,
             settings,
             boot_id=self.boot_id,
             shm_path=str(self._shm_path),
@@ -91,14 +108,16 @@ class Daemon:
             clock=time.monotonic,
         )
         self._health = health.aio.HealthServicer()
+        self._gaps = LoopGaps(time.monotonic)
         self._admin = AdminService(
             self.store,
             self.service,
             self._journal,
+            self._roster,
             settings,
-            on_drain=self._health.enter_graceful_shutdown,
+            self._gaps,
+            on_drain=self._show_draining,
             boot_id=self.boot_id,
-            addresses=self.addresses,
             version=version,
             clock=time.monotonic,
         )
@@ -122,6 +141,8 @@ class Daemon:
         self._listen()
         if self.settings.metrics_port:
             await self._serve_metrics()
+        if self._members is not None:  # whoever hears of this daemon finds that it listens
+            await self._members.join()
         self._descriptors.start()
         await self._server.start()
         for name in ["", *names]:
@@ -129,6 +150,7 @@ class Daemon:
         self._reaper = asyncio.create_task(self.service.reap_silent())
         expiry = Expiry(self.store, ttl_s=self.settings.ttl_s, clock=time.monotonic)
         self._expiry = asyncio.create_task(expiry.run())
+        self._striking = asyncio.create_task(self._gaps.run())
         self._prefault = threading.Thread(target=self._take_memory, name="kvstore-prefault", daemon=True)
         if self.settings.prefault:
             self._prefault.start()
@@ -139,13 +161,17 @@ class Daemon:
         log.info("stopping", sessions=len(self.service.connections), timeout_s=self.settings.stop_timeout_s)
         self.service.drain()
         await self._health.enter_graceful_shutdown()
+        if self._members is not None:
+            await self._members.leave()
+        self._admin.close()
         self._stop_prefault.set()
         for connection in list(self.service.connections.values()):
             connection.stop_reading("the daemon is stopping; reconnect later")
         await self._server.stop(self.settings.stop_timeout_s)
-        for task in (self._reaper, self._expiry):
+        tasks = self._reaper, self._expiry, self._striking
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(self._reaper, self._expiry, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._descriptors.close()
         await asyncio.to_thread(self._mover.close)
         if self._transfers is not None:
@@ -158,6 +184,15 @@ class Daemon:
         self.tier.close()
         self._remove_files()
         log.info("stopped")
+
+    async def _show_draining(self) -> None:
+        """Health checks say NOT_SERVING, but for the Admin service: a daemon that drains is not one to restart."""
+        for name in ("", "kvstore.v1.Store"):
+            await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._members is not None:
+            self._members.drain()
+        else:
+            self._roster.drain()
 
     async def _serve_metrics(self) -> None:
         from kvstore_server.metrics import MetricsListener  # a tenth of the start, which most do not need
@@ -177,7 +212,7 @@ class Daemon:
 
         spill = self._beside.disk
         disk = None if spill is None else DiskState(spill.backlog_bytes, len(spill.disks.failures))
-        return Snapshot(self._admin.stats(), disk)
+        return Snapshot(self._admin.stats(), disk, None if self._members is None else self._roster.view)
 
     def _remove_files(self) -> None:
         if self.settings.unix_socket:

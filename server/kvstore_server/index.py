@@ -16,6 +16,7 @@ from typing import Final, Literal
 import numpy as np
 
 from kvstore.hashing import unpack
+from kvstore.placement import SEGMENT_BLOCKS
 from kvstore.types import AnyArray, BlockHash, HashArray, IntArray
 from kvstore_server.eviction import LRU, BoolArray, EvictionPolicy, Stamps, Ticks
 from kvstore_server.level import ONE, Columns, Level, State, grown
@@ -96,6 +97,21 @@ class Index:
         hashes = self._table.hashes_of(parents)
         hashes[parents == NONE] = b""
         return hashes
+
+    def segments(self, rows: IntArray) -> AnyArray:
+        """`[n]` u64: the segment of each of these, by the block that begins its chain here; 0 if that is too far.
+
+        Source: docs/spec/placement.md; writers that place blocks begin a chain with each segment.
+        """
+        heads = rows.copy()
+        for _ in range(SEGMENT_BLOCKS - 1):
+            parents = self._columns.parent[heads]
+            if (parents == NONE).all():
+                break
+            heads = np.where(parents == NONE, heads, parents)
+        names = self._table.hashes_of(heads).view("<u8")[::4].copy()
+        names[self._columns.parent[heads] != NONE] = 0
+        return names
 
     def stored(self) -> IntArray:
         """Rows of all blocks that a match counts."""

@@ -6,15 +6,23 @@ is true in every scrape, and nothing is counted for their sake in between.
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 
 from kvstore.errors import StoreTimeout, StoreUnavailable
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore_server.roster import View
 from kvstore_server.values import Counters
 
 GATHER_TIMEOUT_S: Final = 5.0  # below the 10 s after which Prometheus gives up a scrape
@@ -54,10 +62,11 @@ class DiskState:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The daemon at one moment; `disk` is None where there is no disk tier."""
+    """The daemon at one moment; `disk` is None where there is no disk tier, `members` in a store of one machine."""
 
     stats: pb.StatsReply
     disk: DiskState | None
+    members: View | None
 
 
 def series(snapshot: Snapshot) -> Iterator[Metric]:
@@ -70,6 +79,7 @@ def series(snapshot: Snapshot) -> Iterator[Metric]:
     for field in dataclasses.fields(Counters):
         count = getattr(stats.counters, field.name)
         yield CounterMetricFamily(f"kvstore_{field.name}_total", COUNTERS[field.name], count)
+    yield _gaps(stats.loop_gaps)
     yield from _blocks(stats)
     yield from _sessions(stats)
     yield from _tiers(stats)
@@ -77,6 +87,21 @@ def series(snapshot: Snapshot) -> Iterator[Metric]:
         backlog, failed = snapshot.disk.backlog_bytes, snapshot.disk.num_failed
         yield GaugeMetricFamily("kvstore_spill_backlog_bytes", "Bytes that wait to be written to disk.", backlog)
         yield GaugeMetricFamily("kvstore_disks_failed", "Disks that are not written until a restart.", failed)
+    if snapshot.members is not None:
+        view = snapshot.members
+        count = len(view.members)
+        yield GaugeMetricFamily("kvstore_cluster_members", "Daemons of the store, as this one knows them.", count)
+        yield GaugeMetricFamily("kvstore_cluster_epoch", "How often the members have changed.", view.epoch)
+        yield GaugeMetricFamily(
+            "kvstore_cluster_stale", "1: Redis cannot be reached, and the members last known stand.", view.stale
+        )
+
+
+def _gaps(gaps: pb.LoopGaps) -> Metric:
+    names = [*map(str, gaps.bounds_s), "+Inf"]
+    buckets = list(zip(names, itertools.accumulate(gaps.counts), strict=True))
+    text = "By how much the daemon's loop was late, 20 times a second."
+    return HistogramMetricFamily("kvstore_loop_gap_seconds", text, buckets=buckets, sum_value=gaps.total_s)
 
 
 def _blocks(stats: pb.StatsReply) -> Iterator[Metric]:

@@ -16,6 +16,7 @@ from kvstore.errors import (
     BlockMissing,
     InvalidRequest,
     KVStoreError,
+    MembersChanged,
     StoreFull,
     Unsupported,
     WriterFailed,
@@ -29,6 +30,7 @@ from kvstore_server.connection import Connection, bug_of
 from kvstore_server.delivery import delivered, plan_delivery
 from kvstore_server.level import State
 from kvstore_server.mover import Mover
+from kvstore_server.roster import Roster
 from kvstore_server.store import Store
 from kvstore_server.transfers import Peer, Transfers, posts
 from kvstore_server.values import Delivery, Intake, Pieces, RemoteRegion, Space
@@ -42,8 +44,11 @@ CALLABLE: Final = ("match", "prefetch", "load", "release", "store", "store_part"
 class Requests:
     """The requests that sessions make of one store. While `draining`, nothing new is taken in."""
 
-    def __init__(self, store: Store, mover: Mover, transfers: Transfers | None, *, checksums: bool) -> None:
+    def __init__(
+        self, store: Store, mover: Mover, transfers: Transfers | None, roster: Roster, *, checksums: bool
+    ) -> None:
         self.draining = False
+        self._roster = roster
         self._store = store
         self._mover = mover
         self._transfers = transfers
@@ -149,6 +154,9 @@ class Requests:
         return pb.ServerMessage(located=located)
 
     def _reserve(self, connection: Connection, request_id: int, request: pb.Store_) -> pb.ServerMessage:
+        epoch = self._roster.view.epoch
+        if 0 < request.epoch < epoch:
+            raise MembersChanged(f"epoch: expected {epoch}, got {request.epoch}; ask for the members again")
         if self.draining:
             raise StoreFull("the store is draining and takes nothing new; skip this save")
         if len(request.parent) not in (0, HASH_BYTES):

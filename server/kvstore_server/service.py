@@ -37,6 +37,7 @@ from kvstore_server.config import Settings
 from kvstore_server.connection import Connection, Context
 from kvstore_server.mover import Mover
 from kvstore_server.requests import Requests
+from kvstore_server.roster import Roster
 from kvstore_server.session import Session as ClientSession
 from kvstore_server.store import Store
 from kvstore_server.transfers import Peer, Transfers
@@ -57,6 +58,7 @@ class StoreService:
         store: Store,
         mover: Mover,
         transfers: Transfers | None,
+        roster: Roster,
         settings: Settings,
         *,
         boot_id: BootId,
@@ -65,7 +67,7 @@ class StoreService:
         clock: Callable[[], float],
     ) -> None:
         self.connections: dict[SessionId, Connection] = {}
-        self._requests = Requests(store, mover, transfers, checksums=settings.checksums)
+        self._requests = Requests(store, mover, transfers, roster, checksums=settings.checksums)
         self._transfers = transfers
         self._leaving: set[asyncio.Task[None]] = set()  # peers whose transfers are not over
         self._store = store
@@ -97,13 +99,14 @@ class StoreService:
     async def Session(self, requests: AsyncIterator[pb.ClientMessage], context: Context) -> None:
         """One client's stream, from Hello to its end."""
         try:
-            connection = await self._hello(requests, context)
+            hello_id, connection = await self._hello(requests, context)
         except KVStoreError as error:
             log.warning("session refused", error=str(error), peer=context.peer())
             await context.abort(code_of(error), str(error))
         session = connection.session
         undecoded = ""
         try:
+            await connection.send(pb.ServerMessage(request_id=hello_id, welcome=self._welcome(connection)))
             connection.start(lambda: self._tell(connection), request_id=0)
             async for message in requests:
                 connection.heard_at = self._clock()
@@ -134,7 +137,8 @@ class StoreService:
         if not any(other.session.space is space for other in self.connections.values()):
             self._store.close_space_if_empty(space)
 
-    async def _hello(self, requests: AsyncIterator[pb.ClientMessage], context: Context) -> Connection:
+    async def _hello(self, requests: AsyncIterator[pb.ClientMessage], context: Context) -> tuple[int, Connection]:
+        """The id of the Hello, and the connection that it opened; nothing is awaited once that can be stopped."""
         try:
             first = await asyncio.wait_for(anext(aiter(requests)), self._settings.heartbeat_s * SILENT_HEARTBEATS)
         except (StopAsyncIteration, TimeoutError):
@@ -154,6 +158,8 @@ class StoreService:
         spec = spec_from_proto(hello.spec)
         authorize(self._settings.tokens, hello.token, tenant=spec.tenant)
         self._check_expected(spec, hello.expected_namespace)
+        # Now: if its first message were cut short, grpc would send these again with the status, and then neither.
+        await context.send_initial_metadata(())
         if self.draining:
             raise StoreUnavailable("the store is draining and takes no new sessions; use another, or wait")
         self._last_session += 1
@@ -172,12 +178,7 @@ class StoreService:
         self.connections[session.id] = connection
         self._store.counters.sessions_opened += 1
         log.info("session opened", session=session.id, client=session.name, namespace=spec.namespace.hex()[:12])
-        try:
-            await connection.send(pb.ServerMessage(request_id=first.request_id, welcome=self._welcome(connection)))
-        except BaseException:
-            await self._close(connection)
-            raise
-        return connection
+        return first.request_id, connection
 
     def _welcome(self, connection: Connection) -> pb.Welcome:
         session, peer = connection.session, connection.peer

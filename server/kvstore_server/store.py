@@ -55,8 +55,11 @@ class Store:
         on_change: Callable[[Change], None] = lambda change: None,
         on_slab_closed: Callable[[SlabId, frozenset[SessionId]], None] = lambda slab, sessions: None,
         policy: str = "lru",
+        placed: bool = False,
     ) -> None:
+        """Empty. `placed`: there are other daemons, and whoever watches is told by what blocks are placed."""
         self.tier = tier
+        self.placed = placed
         self.counters = Counters()
         self.spaces: dict[Namespace, Space] = {}
         self._ticks = Ticks()
@@ -292,7 +295,7 @@ class Store:
         rows = np.array([pending.row for pending in complete], np.int64)
         space.index.commit(rows)
         self.counters.blocks_stored += len(rows)
-        self._on_change(change_of(space, rows))
+        self._on_change(change_of(space, rows, placed=self.placed))
         self.lower.below.stored(space, rows)
 
     def finish_write(self, write: Write, *, abort: bool = False) -> int:

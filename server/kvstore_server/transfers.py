@@ -2,7 +2,8 @@
 
 Threads post pieces of a movement and poll those under way, sleeping in between; the loop never waits for the library.
 A piece that was posted is polled until it is over, whatever becomes of its session: only then is its memory quiet. So
-a peer that stops, and neither goes on nor breaks off, keeps up to `PEER_BYTES` of slots from being used again.
+a peer that stops, and neither goes on nor breaks off, keeps the slots of the requests from being used again that its
+last `PEER_POSTS` pieces belong to.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -31,7 +32,8 @@ log = structlog.get_logger()
 POST_BYTES: Final = 8 << 20  # of one piece: a post keeps others from posting while it copies
 POST_DESCRIPTORS: Final = 128
 PEER_POSTS: Final = 4  # under way with one peer
-PEER_BYTES: Final = PEER_POSTS * POST_BYTES
+ALL_POSTS: Final = 8  # under way with all peers together, so that few are served quickly, and not all slowly
+TURN_S: Final = 0.25  # after which a post makes room for another's, though it is not over
 FIRST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
 
@@ -62,10 +64,16 @@ class Peer:
 
         return done
 
+    def leave(self, reason: str) -> None:
+        """Nothing new is posted, unless that was so already for another reason."""
+        if not self.over:
+            self.over = reason
+            self.turns.release()  # who waits for a turn gets this one, finds out, and hands it on
+
     def give_up(self, reason: str) -> None:
         """Nothing new is posted; unless that was so already, the session is told to end."""
         if not self.over:
-            self.over = reason
+            self.leave(reason)
             self._on_broken(reason)
 
     async def quiet(self, regions: Sequence[int] | None = None) -> None:
@@ -75,19 +83,20 @@ class Peer:
 
 
 class Transfers:
-    """The daemon's agent on one network device, and `num_threads` that drive it.
+    """The daemon's agent on one network device, and the threads that drive it.
 
     A peer with which something is under way for `patience_s` is given up.
 
     Raises: Unsupported, if NIXL is not installed or the device cannot be used.
     """
 
-    def __init__(self, *, device: str, num_threads: int, patience_s: float) -> None:
+    def __init__(self, *, device: str, num_drivers: int, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._agent = Agent(secrets.token_hex(16), device=device, num_workers=num_threads)
-        self._drivers = [_Driver(number) for number in range(num_threads)]
+        self._agent = Agent(secrets.token_hex(16), device=device, num_pollers=num_drivers)
+        self._drivers = [_Driver(number) for number in range(num_drivers)]
         self._registered: dict[int, asyncio.Future[None]] = {}  # by address
         self._next = 0
+        self._turns = asyncio.Semaphore(ALL_POSTS)
         self._trial = Trial(device)
 
     @property
@@ -132,7 +141,7 @@ class Transfers:
 
     async def remove(self, peer: Peer) -> None:
         """The agent knows the peer no more; whatever was under way with it is over."""
-        peer.over = peer.over or "its session has ended"
+        peer.leave("its session has ended")
         await peer.quiet()
         await in_thread(self._agent.remove_peer, peer.name)
 
@@ -149,7 +158,7 @@ class Transfers:
     async def _post(
         self, op: Op, peer: Peer, region: RemoteRegion, local: IntArray, remote: IntArray, sizes: IntArray
     ) -> None:
-        async with peer.turns:
+        async with peer.turns, self._turn():
             if peer.over:
                 raise StoreUnavailable(f"transfer: not begun, as {peer.over}")
 
@@ -168,6 +177,25 @@ class Transfers:
                 raise
             finally:
                 timer.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """There is room for a post; a peer that does not take it in must not keep others waiting."""
+        await self._turns.acquire()
+        given_back = False
+
+        def give_back() -> None:
+            nonlocal given_back
+            if not given_back:
+                given_back = True
+                self._turns.release()
+
+        timer = asyncio.get_running_loop().call_later(TURN_S, give_back)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            give_back()
 
     async def _register(self, slab: ByteArray) -> None:
         """The slab is registered, until it is unmapped."""

@@ -111,7 +111,7 @@ def _try(agent: Agent, scratch: int, name: str, metadata: bytes, region: RemoteR
 
 def main(device: str) -> None:
     """Trials, one after the other, until standard input ends."""
-    agent = Agent(secrets.token_hex(16), device=device)
+    agent = Agent(secrets.token_hex(16), device=device, num_pollers=1)
     scratch = np.zeros(1, np.uint8)
     agent.register(address_of(scratch), scratch.size)
     sys.stdout.write("ready\n")

@@ -176,7 +176,10 @@ class Rise:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Blocks that were stored or removed, for whoever watches. Parents, zeros for none, are given for stored ones."""
+    """Blocks that were stored or removed, for whoever watches.
+
+    Parents, zeros for none, are given for stored ones; segments too, where there are other daemons.
+    """
 
     namespace: Namespace
     stored: bool
@@ -184,9 +187,12 @@ class Change:
     parents: HashArray
     block_tokens: int
     tier: str = "cpu"
+    segments: AnyArray | None = None
 
 
-def change_of(space: Space, rows: IntArray, *, tier: str = "cpu") -> Change:
-    """What a watcher is told of these blocks, which are stored."""
-    hashes, parents = space.index.hashes_of(rows), space.index.parent_hashes(rows)
-    return Change(space.namespace, True, hashes, parents, space.spec.block_tokens, tier)
+def change_of(space: Space, rows: IntArray, *, tier: str = "cpu", placed: bool = False) -> Change:
+    """What a watcher is told of these blocks, which are stored; `placed`: with their segments."""
+    index = space.index
+    segments = index.segments(rows) if placed else None
+    hashes, parents = index.hashes_of(rows), index.parent_hashes(rows)
+    return Change(space.namespace, True, hashes, parents, space.spec.block_tokens, tier, segments)

@@ -1,5 +1,6 @@
 """Which engines share blocks, and which configurations are refused: from stand-ins for vLLM's configuration."""
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
+from kvstore.transport.ucx import why_unavailable
 from kvstore_client.adapters.vllm.groups import check_options, groups_of
 from kvstore_client.adapters.vllm.identity import (
     Identity,
@@ -312,13 +314,31 @@ def test_hashes_under_an_adapter_depend_on_its_weights_not_on_its_path(tmp_path:
 def test_options_are_checked_and_unknown_ones_refused_with_the_nearest() -> None:
     options = ConnectorOptions.parse({"address": "unix:/a", "granularity": "layer", "timeout_s": 2})
     assert (options.granularity, options.timeout_s, options.async_load) == (Granularity.LAYER, 2.0, True)
+    between = ConnectorOptions.parse({"address": "10.0.0.1:7311", "transport": "ucx", "ucx_device": "eth0"})
+    assert (between.transport, between.ucx_device, options.transport) == ("ucx", "eth0", "auto")
     for config, says in (
         ({"address": "unix:/a", "asynch_load": True}, "'asynch_load'; the nearest is 'async_load'"),
         ({"address": "unix:/a", "granularity": "block"}, "granularity: expected one of request, layer, chunk, auto"),
         ({"address": "unix:/a", "async_load": "yes"}, "async_load: expected a bool, got 'yes'"),
+        ({"address": "unix:/a", "transport": "rdma"}, "transport: expected one of auto, shm, ucx, got 'rdma'"),
+        ({"address": "unix:/a", "transport": ["shm"]}, "transport: expected one of"),
+        ({"address": "unix:/a", "ucx_device": 0}, "ucx_device: expected a str, got 0"),
         ({"address": "unix:/a", "timeout_s": 0}, "timeout_s: expected more than 0"),
         ({"address": "unix:/a", "prefill_tokens_per_s": -1}, "prefill_tokens_per_s: expected at least 0"),
         ({}, "expected an address"),
     ):
         with pytest.raises(InvalidRequest, match=says):
             ConnectorOptions.parse(config)
+
+
+def test_ucx_that_was_asked_for_and_cannot_be_had_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    ConnectorOptions(address="h:1", ucx_device="none0").check_transport()  # not asked for
+    by_ucx = ConnectorOptions(address="h:1", transport="ucx", ucx_device="none0")
+    if not why_unavailable():
+        ConnectorOptions(address="h:1", transport="ucx").check_transport()
+        with pytest.raises(InvalidRequest, match="transport: ucx_device none0: expected a device of this host"):
+            by_ucx.check_transport()
+    for name in ("nixl_cu12", "nixl_cu12._bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InvalidRequest, match="transport: ucx: expected NIXL to be installed"):
+        by_ucx.check_transport()

@@ -3,10 +3,16 @@
 Run as `child.py SCENARIO '{"address": ..., ...}'`; not a test.
 """
 
+import ctypes
 import json
+import mmap
 import os
+import signal
 import socket
 import sys
+import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -16,16 +22,17 @@ from builders import chain, rows, spec
 
 from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
+from kvstore.transport.ucx import Agent, why_unavailable
 from kvstore_client import BlockRows, ClientOptions, KVClient
 
 TIMEOUT_S = 20.0
 
 
-def stop(word: str) -> None:
-    """The test hears the word; this returns when the test says so."""
+def stop(word: str) -> str:
+    """The test hears the word; this returns what the test says, when it does."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
-    sys.stdin.readline()
+    return sys.stdin.readline().strip()
 
 
 def connect(address: str, fields: dict) -> KVClient:
@@ -127,15 +134,31 @@ def churn(address: str, fields: list[dict], num_chains: int, length: int, seed: 
             stop(" ".join(f"{what} {count}" for what, count in done.items()))
 
 
-def agent(name: str, size_bytes: int, number: int) -> None:
-    """Only the agent of a client, on the loopback device; says where its memory is, and how often it holds a 7."""
-    from kvstore.transport.ucx import Agent
+def agent(size_bytes: int, number: int, filled: int = 7, at: int = 0, device: str = "lo", ports: str = "0") -> None:
+    """Only the agent of a client, named as it is told; says where its memory is, and how often it holds `filled`.
 
-    memory = np.full(size_bytes, 7, np.uint8)
-    passive = Agent(name, device="lo")
+    `at` is the address of the memory, 0: any; `ports` the range from which the agent takes that where it listens.
+    """
+    os.environ["UCX_TCP_PORT_RANGE"] = ports
+    assert not why_unavailable()  # it is loaded before the session begins that waits for this agent
+    memory = memory_at(at, size_bytes) if at else np.zeros(size_bytes, np.uint8)
+    memory[:] = filled
+    passive = Agent(stop("ready"), device=device)
     passive.register(memory.ctypes.data, size_bytes, device_id=number)
     stop(json.dumps([memory.ctypes.data, passive.metadata(memory.ctypes.data).hex()]))
-    stop(str(int((memory == 7).sum())))
+    stop(str(int((memory == filled).sum())))
+
+
+def memory_at(address: int, size_bytes: int) -> np.ndarray:
+    """Memory of this process that begins there."""
+    fixed = 0x100000  # MAP_FIXED_NOREPLACE
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    got = libc.mmap(address, size_bytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
+    assert got == address, f"mmap: {os.strerror(ctypes.get_errno())}"
+    return np.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), np.uint8)
 
 
 def round_trip(address: str, fields: dict, length: int, seed: int, ucx_device: str = "") -> None:
@@ -155,6 +178,129 @@ def round_trip(address: str, fields: dict, length: int, seed: int, ucx_device: s
         return
     num_stored = sum(outcome.name == "STORED" for outcome in writing.outcomes)
     stop(f"stored {num_stored} loaded {result.num_loaded} wrong {int((target != data).sum())}")
+
+
+def round_trips(address: str, fields: dict, length: int) -> None:
+    """Stores chains and loads each again until it is told to stop; says how many, and how many bytes were wrong."""
+    client = connect(address, fields)
+    stop("ready")
+    told = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), told.set()), daemon=True).start()
+    num_rounds = wrong = 0
+    while not told.is_set():
+        num_rounds += 1
+        hashes = chain(length, of=client.spec, seed=num_rounds)
+        data = rows(client.spec, hashes)
+        target = np.zeros_like(data)
+        with client.store(hashes) as writing:
+            writing.put_blocks(data)
+        result = client.load(hashes, into=BlockRows(target)).wait()
+        assert not result.errors, result.errors
+        wrong += int((target != data).sum())
+    stop(f"{num_rounds} {wrong}")
+
+
+def late(address: str, fields: dict, length: int, timeout_s: float) -> None:
+    """Says why it is not connected; then, when it is told that it can be, loads within that time."""
+    client = KVClient(address, spec(**fields), options=ClientOptions(timeout_s=TIMEOUT_S, transport=sys.argv[3]))
+    hashes = chain(length, of=client.spec, seed=1)
+    try:
+        client.match(hashes)
+    except KVStoreError as error:
+        stop(f"{type(error).__name__} {error}")
+    client.wait_ready(timeout_s)
+    target = np.zeros((length, client.spec.block_bytes), np.uint8)
+    result = client.load(hashes, into=BlockRows(target)).wait()
+    stop(f"loaded {result.num_loaded} wrong {int((target != rows(client.spec, hashes)).sum())}")
+
+
+def hurried(address: str, fields: dict, length: int, timeout_s: float) -> None:
+    """Loads and stores with a deadline, then loads with another; says what came of each."""
+    client = connect(address, fields)
+    hashes = chain(length, of=client.spec, seed=1)
+    data = rows(client.spec, hashes)
+    target = np.zeros_like(data)
+    said = []
+    try:
+        client.load(hashes, into=BlockRows(target), timeout_s=timeout_s).wait()
+    except KVStoreError as error:
+        said.append(f"load {type(error).__name__}")
+    try:
+        client.store(chain(length, of=client.spec, seed=2), timeout_s=timeout_s)
+    except KVStoreError as error:
+        said.append(f"store {type(error).__name__}")
+    target[:] = 0
+    result = client.load(hashes, into=BlockRows(target)).wait()
+    stop(f"{' '.join(said)} then {result.num_loaded} wrong {int((target != data).sum())}")
+
+
+def many(address: str, fields: dict, length: int, count: int) -> None:
+    """So many clients at once, in processes of their own; stops when all are connected; says how many were right.
+
+    Each stores a chain of its own, and loads that and one that they share. They are forked, so that they are light.
+    """
+    ready, say_ready = os.pipe()
+    go, say_go = os.pipe()
+
+    def one(number: int) -> bool:
+        client = connect(address, fields)
+        os.write(say_ready, b".")
+        os.close(say_go)
+        os.read(go, 1)  # until the parent has closed it, too
+        own = chain(length, of=client.spec, seed=number)
+        data = rows(client.spec, own)
+        with client.store(own) as writing:
+            writing.put_blocks(data)
+        right = all(outcome.name == "STORED" for outcome in writing.outcomes)
+        for hashes in (own, chain(length, of=client.spec)):
+            target = np.zeros_like(data)
+            right &= client.load(hashes, into=BlockRows(target)).wait().num_loaded == length
+            right &= bool((target == rows(client.spec, hashes)).all())
+        return right
+
+    pids = [forked(lambda number=number: one(number)) for number in range(1, count + 1)]
+    os.close(say_ready)
+    for _ in pids:
+        os.read(ready, 1)
+    stop("connected")
+    os.close(say_go)
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    stop(f"{codes.count(0)} right")
+
+
+def killed_in_turn(address: str, fields: dict, length: int) -> None:
+    """Clients, as many as it is told, one after the other; each is killed while it loads and stores from a region."""
+
+    def one() -> bool:
+        client = connect(address, fields)
+        regions = [client.region(4096) for _ in range(24)]  # so that what is kept of each shows
+        region = client.region(2 * length * client.spec.block_bytes)
+        to_store, to_load = region.array.reshape(2, length, -1)
+        writing = client.store(chain(length, of=client.spec, seed=1))
+        client.load(chain(length, of=client.spec), into=BlockRows(to_load))
+        writing.put(0, to_store[:, : client.spec.part_bytes[0]])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return bool(regions)
+
+    while times := int(stop("ready")):
+        for _ in range(times):
+            _, code = os.waitpid(forked(one), 0)
+            assert code == signal.SIGKILL
+
+
+def forked(work: Callable[[], bool]) -> int:
+    """A process that has loaded all that a client needs, and ends with 0 if the work says that all was right."""
+    import grpc  # noqa: F401 - here and now, so that it is not loaded once in each
+
+    why_unavailable()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os._exit(0 if work() else 1)
+    finally:
+        traceback.print_exc()
+        os._exit(2)
 
 
 def load_until_cut(address: str, fields: dict, length: int) -> None:

@@ -1,6 +1,7 @@
 """A daemon in its own process, clients that can be killed, and raw peers that say what no client would."""
 
 import contextlib
+import itertools
 import json
 import os
 import queue
@@ -18,6 +19,7 @@ import grpc
 import pytest
 from builders import rows
 
+from kvstore.errors import Unsupported
 from kvstore.spec import KVSpec
 from kvstore.transport import ucx
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
@@ -26,12 +28,14 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import AdminStub, StoreStub
 from kvstore.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, spec_to_proto
 from kvstore_client import KVClient
+from kvstore_server.commands.hosts import Hosts
 
 NO_UCX = ucx.why_unavailable()
 TRANSPORTS = ["shm", pytest.param("ucx", marks=pytest.mark.skipif(bool(NO_UCX), reason=NO_UCX))]
 over_all_transports = pytest.mark.parametrize("transport", TRANSPORTS)
 DEADLINE_S = 20.0  # of everything that must happen some time: generous, because machines are slow
 CHILD = Path(__file__).with_name("child.py")
+_numbers = itertools.count()
 
 
 def store(client: KVClient, hashes: list[BlockHash]) -> list[Outcome]:
@@ -39,6 +43,20 @@ def store(client: KVClient, hashes: list[BlockHash]) -> list[Outcome]:
     with client.store(hashes) as write:
         write.put_blocks(rows(client.spec, hashes))
     return write.outcomes
+
+
+@contextlib.contextmanager
+def made_hosts(*names: str) -> Iterator[Hosts]:
+    """Network namespaces on a switch; skips the test, with the reason, where they cannot be made."""
+    hosts = Hosts(f"kv-{os.getpid()}-{next(_numbers)}", *names)
+    try:
+        hosts.make()
+    except Unsupported as error:
+        pytest.skip(str(error))
+    try:
+        yield hosts
+    finally:
+        hosts.remove()
 
 
 _CHANNEL_OPTIONS = (
@@ -178,9 +196,10 @@ class Child:
         assert line, f"the child ended with {self._process.wait(DEADLINE_S)}"
         return line.strip()
 
-    def go_on(self) -> None:
+    def go_on(self, word: str = "") -> None:
+        """The child goes on, and is told this."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
 
     def send(self, number: int) -> None:
@@ -209,14 +228,14 @@ class RawStream:
         self._last_id = 0
         messages = iter(self._outgoing.get, None)
         if serializer is None:
-            self._stream = StoreStub(self.channel).Session(messages, timeout=60)
+            self._stream = StoreStub(self.channel).Session(messages, timeout=60, wait_for_ready=True)
         else:
             method = self.channel.stream_stream(
                 "/kvstore.v1.Store/Session",
                 request_serializer=serializer,
                 response_deserializer=pb.ServerMessage.FromString,
             )
-            self._stream = method(messages, timeout=60)
+            self._stream = method(messages, timeout=60, wait_for_ready=True)
 
     def send(self, message: Any) -> None:
         self._outgoing.put(message)

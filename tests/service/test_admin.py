@@ -175,6 +175,8 @@ def test_health_and_reflection_answer(daemon: DaemonProcess) -> None:
     daemon.admin.Drain(pb.DrainRequest())
     drained = health.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
     assert drained.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    alive = health.Check(health_pb2.HealthCheckRequest(service="kvstore.v1.Admin"), timeout=DEADLINE_S)
+    assert alive.status == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.parametrize(("token", "code"), [("", "UNAUTHENTICATED"), ("team", "PERMISSION_DENIED"), ("root", "")])

@@ -148,7 +148,7 @@ def test_a_block_that_was_lost_is_in_the_sum() -> None:
         assert list(client.verify(hashes)) == [2]
         with grpc.insecure_channel(embedded.address) as channel:
             stats = AdminStub(channel).Stats(pb.StatsRequest(), timeout=DEADLINE_S)
-    found = {s.name: s.value for metric in series(Snapshot(stats, None)) for s in metric.samples if not s.labels}
+    found = {s.name: s.value for metric in series(Snapshot(stats, None, None)) for s in metric.samples if not s.labels}
     assert (found["kvstore_blocks_stored_total"], found["kvstore_blocks_lost_total"]) == (6, 1)
     assert found["kvstore_blocks_committed"] == 5
 
@@ -175,7 +175,8 @@ def test_a_scrape_says_what_the_daemon_says(make_daemon: MakeDaemon, connect: Co
 
 
 def test_the_page_lists_exactly_the_series_of_a_daemon(make_daemon: MakeDaemon, port: int, tmp_path: Path) -> None:
-    make_daemon(metrics_port=port, disk_path=tmp_path / "disk", **SMALL)
+    nowhere = f"unix://{tmp_path}/redis.sock"
+    make_daemon(metrics_port=port, disk_path=tmp_path / "disk", cluster_url=nowhere, node_id="a", **SMALL)
     exported = {
         (sample.name, ", ".join(sorted(sample.labels)), family.type, family.documentation)
         for family in families(port)

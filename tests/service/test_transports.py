@@ -13,6 +13,7 @@ from service.disk import SMALL, store_chain
 from service.harness import NO_UCX, DaemonProcess, eventually, over_all_transports, store
 
 from kvstore.spec import KVSpec
+from kvstore.transport.ucx import REGISTER_BYTES
 from kvstore.types import ByteArray
 from kvstore_client import BlockRows, InvalidRequest, KVClient, Outcome, StoreFull, Unsupported, WriterFailed
 
@@ -114,6 +115,7 @@ def test_more_is_moved_than_staging_holds(daemon: DaemonProcess, connect: Connec
     target = np.zeros((40, kv.block_bytes), np.uint8)
     assert client.load(hashes, into=BlockRows(target)).wait().num_loaded == 40
     assert (target == rows(kv, hashes)).all()
+    assert [session.region_bytes for session in daemon.stats().sessions] == [1 << 20]
 
 
 @over_all_transports
@@ -203,6 +205,25 @@ def test_a_region_larger_than_the_daemon_allows_is_refused_and_smaller_ones_are_
     with pytest.raises(InvalidRequest):
         client.region(0)
     client.region(1 << 19)
+
+
+@over_all_transports
+def test_a_region_of_more_than_a_gib_is_moved_to_and_from_wherever_in_it_the_bytes_are(
+    daemon: DaemonProcess, connect: Connect
+) -> None:
+    """Covers: E12. Between hosts it takes two registrations, and a part lies on their border. Most of it is never
+    touched, and takes no memory."""
+    client = connect(daemon, KV)
+    region = client.region(REGISTER_BYTES + (64 << 20))
+    begin = REGISTER_BYTES - 3 * 8192 - 4096
+    array = region.array[begin : begin + DATA.size].reshape(DATA.shape)
+    array[:] = DATA
+    with client.store(HASHES) as write:
+        write.put_blocks(array)
+    assert write.outcomes == [Outcome.STORED] * 6
+    array[:] = 0
+    assert client.load(HASHES, into=BlockRows(array)).wait().num_loaded == 6
+    assert (array == DATA).all()
 
 
 @over_all_transports

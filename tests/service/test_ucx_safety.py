@@ -169,6 +169,29 @@ def test_a_region_that_makes_no_sense_is_refused_and_its_id_can_be_used_again(
     assert (again.code, "in use" in again.message) == (InvalidRequest.code, True)
 
 
+def test_regions_that_overlap_can_each_be_used_and_one_that_is_dropped_takes_no_other_along(
+    daemon: DaemonProcess, honest: KVClient, liar: Liar
+) -> None:
+    """Covers: E13."""
+    inner = liar.address + 8192
+    liar.agent.register(inner, SIZE - 8192, device_id=2)
+    second = {"region": 2, "address": inner, "size_bytes": SIZE - 8192, "metadata": liar.agent.metadata(inner)}
+    assert liar.register().code == liar.register(**second).code == 0
+    located = liar.locate()
+    places = [0, 8192, 16384, 24576]
+    for _ in range(2):  # what is dropped already is dropped
+        assert liar.stream.ask(drop_regions=pb.DropRegions(regions=[1])).HasField("regions_dropped")
+
+    assert liar.fetch(located, places).status.code == BlockMissing.code
+    assert not liar.fetch(located, places, region=2).fetched.errors
+    assert (liar.memory[8192:40960].reshape(4, -1) == DATA[:, :8192]).all()
+    assert (liar.memory[:8192] == 3).all()
+    assert liar.register().code == 0
+    assert not liar.fetch(located, places).fetched.errors
+    assert (liar.memory[:32768].reshape(4, -1) == DATA[:, :8192]).all()
+    assert all_right(honest, daemon)
+
+
 @pytest.mark.slow
 def test_metadata_with_a_broken_address_of_its_agent_is_refused_and_the_daemon_lives(
     daemon: DaemonProcess, honest: KVClient, liar: Liar
@@ -239,8 +262,10 @@ def test_a_client_out_of_reach_is_refused_when_it_registers(
     daemon: DaemonProcess, honest: KVClient, raw: Raw, child: Callable[..., Child]
 ) -> None:
     """Covers: D10."""
+    peer = child("agent", size_bytes=4096, number=1)
+    peer.step()
     stream = raw(daemon, KV)
-    peer = child("agent", name=stream.welcome.ucx.agent_name, size_bytes=4096, number=1)  # type: ignore[attr-defined]
+    peer.go_on(stream.welcome.ucx.agent_name)  # type: ignore[attr-defined]
     address, metadata = json.loads(peer.step())
     peer.send(signal.SIGSTOP)
     region = pb.RegisterRegion(region=1, size_bytes=4096, address=address, metadata=bytes.fromhex(metadata))

@@ -85,6 +85,15 @@ def test_what_is_no_size_is_refused_by_name(text: object) -> None:
         ("log_format", "xml"),
         ("log_level", "loud"),
         ("copy_threads", "many"),
+        ("cluster_name", "a{b}"),
+        ("cluster_name", ""),
+        ("node_id", "a b"),
+        ("node_id", "n" * 65),
+        ("replicas", 0),
+        ("replicas", 17),
+        ("cluster_ttl_s", 0.0),
+        ("cluster_ttl_s", float("nan")),
+        ("advertise", [""]),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_by_name(name: str, value: object) -> None:
@@ -96,3 +105,33 @@ def test_a_value_out_of_bounds_is_refused_by_name(name: str, value: object) -> N
 def test_a_daemon_must_listen_somewhere() -> None:
     with pytest.raises(InvalidRequest, match="listener"):
         load(None, {}, {"unix_socket": "", "tcp_port": 0})
+
+
+REDIS = {"cluster_url": "redis://10.0.0.1", "node_id": "a"}
+
+
+def test_a_daemon_of_several_needs_an_id() -> None:
+    with pytest.raises(InvalidRequest, match="node_id: expected an id of this daemon's own"):
+        load(None, {}, REDIS | {"node_id": ""})
+
+
+def test_it_advertises_where_it_listens_unless_it_is_told_what() -> None:
+    assert load(None, {}, REDIS | {"unix_socket": "/k.sock"}).advertised == ["unix:/k.sock", "127.0.0.1:7311"]
+    assert load(None, {}, REDIS | {"tcp_port": 0, "unix_socket": "/k.sock"}).advertised == ["unix:/k.sock"]
+    told = {"KVSTORE_ADVERTISE": '["10.0.0.7:7311"]'}
+    assert load(None, told, REDIS).advertised == ["10.0.0.7:7311"]
+    assert load(None, told, REDIS | {"advertise": ("kv-0:1", "kv-0:2")}).advertised == ["kv-0:1", "kv-0:2"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_address_that_names_no_machine_is_not_advertised(host: str) -> None:
+    anywhere = REDIS | {"tcp_host": host, "ucx_device": "eth0"}
+    with pytest.raises(InvalidRequest, match=f"advertise: expected the addresses .* {host}"):
+        load(None, {}, anywhere)
+    assert load(None, {}, anywhere | {"advertise": ["kv-0:7311"]}).advertised == ["kv-0:7311"]
+
+
+def test_the_share_of_a_daemon_is_what_its_memory_and_disks_hold() -> None:
+    disks = [{"path": "/a", "capacity": "8GiB"}, {"path": "/b", "capacity": "2GiB"}]
+    assert load(None, {}, {"cpu_capacity": "1GiB"}).capacity_bytes == 1 << 30
+    assert load(None, {}, {"cpu_capacity": "1GiB", "disks": disks}).capacity_bytes == 11 << 30

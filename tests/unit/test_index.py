@@ -103,3 +103,12 @@ def test_a_parent_can_go_in_the_same_round_as_the_child_that_held_it() -> None:
     assert index.evict(2)[0].tolist() == []
     index.unlease(child)
     assert index.evict(2)[0].tolist() == [CHAIN[1], CHAIN[0]]
+
+
+def test_a_segment_is_told_by_the_block_that_begins_its_chain_here() -> None:
+    index = Index(Ticks())
+    hashes = records(chain(70))
+    rows, _ = index.insert(hashes, parent=NONE, slots=np.arange(70), generations=np.arange(70) + 1)
+    first = int.from_bytes(hashes[0].tobytes()[:8], "little")
+    assert index.segments(rows).tolist() == [first] * 64 + [0] * 6
+    assert index.segments(rows[:0]).tolist() == []

@@ -6,16 +6,19 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 import pytest
 
 from kvstore.errors import InvalidRequest, StoreUnavailable
+from kvstore.types import BootId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_server import metrics
 from kvstore_server.config import load
 from kvstore_server.metrics import COUNTERS, DiskState, MetricsListener, Snapshot, series
+from kvstore_server.roster import Member, View
 from kvstore_server.values import Counters
 
 # A different number in each counter, so that two that are mixed up show.
@@ -39,13 +42,16 @@ STATS = pb.StatsReply(
         pb.SessionStats(num_leases=10, num_writes=20, region_bytes=30),
     ],
     draining=True,
+    loop_gaps=pb.LoopGaps(bounds_s=[0.001, 0.02], counts=[5, 3, 1], total_s=0.25),
 )
+ME = Member("a", BootId(b"1" * 16), ("unix:/a",), 100, draining=False)
+VIEW = View((ME, replace(ME, node_id="b")), epoch=7, replicas=2, stale=True)
 
 
 def exported(snapshot: Snapshot) -> dict[str, float]:
     """Every sample as it is scraped, but for the information of the build."""
     return {
-        sample.name + (f":{sample.labels['tier']}{sample.labels['place']}" if sample.labels else ""): sample.value
+        ":".join((sample.name, "".join(sample.labels.values()))).rstrip(":"): sample.value
         for metric in series(snapshot)
         for sample in metric.samples
         if metric.name != "kvstore_build"
@@ -58,9 +64,14 @@ def test_every_counter_has_a_help() -> None:
 
 def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
     counters = {f"kvstore_{name}_total": count for name, count in dataclasses.asdict(COUNTED).items()}
-    assert exported(Snapshot(STATS, DiskState(backlog_bytes=31, num_failed=1))) == counters | {
+    assert exported(Snapshot(STATS, DiskState(backlog_bytes=31, num_failed=1), VIEW)) == counters | {
         "kvstore_uptime_seconds": 1.5,
         "kvstore_draining": 1,
+        "kvstore_loop_gap_seconds_bucket:0.001": 5,
+        "kvstore_loop_gap_seconds_bucket:0.02": 8,
+        "kvstore_loop_gap_seconds_bucket:+Inf": 9,
+        "kvstore_loop_gap_seconds_count": 9,
+        "kvstore_loop_gap_seconds_sum": 0.25,
         "kvstore_blocks_committed": 21,
         "kvstore_blocks_writing": 22,
         "kvstore_blocks_leased": 23,
@@ -83,20 +94,24 @@ def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
         "kvstore_tier_slabs:disk/b": 50,
         "kvstore_spill_backlog_bytes": 31,
         "kvstore_disks_failed": 1,
+        "kvstore_cluster_members": 2,
+        "kvstore_cluster_epoch": 7,
+        "kvstore_cluster_stale": 1,
     }
 
 
 def test_the_build_is_told_by_version_and_boot_id() -> None:
-    (build,) = (metric for metric in series(Snapshot(STATS, None)) if metric.name == "kvstore_build")
+    (build,) = (metric for metric in series(Snapshot(STATS, None, None)) if metric.name == "kvstore_build")
     (sample,) = build.samples
     assert (sample.name, sample.value) == ("kvstore_build_info", 1)
     assert sample.labels == {"version": "1.2.3", "boot_id": "3f" * 16}
 
 
-def test_without_a_disk_tier_nothing_is_said_of_one() -> None:
-    names = exported(Snapshot(STATS, None)).keys()
+def test_without_a_disk_tier_or_other_daemons_nothing_is_said_of_them() -> None:
+    names = exported(Snapshot(STATS, None, None)).keys()
     assert "kvstore_disks_failed" not in names
     assert "kvstore_spill_backlog_bytes" not in names
+    assert "kvstore_cluster_members" not in names
 
 
 @pytest.fixture
@@ -130,7 +145,7 @@ def test_the_daemon_is_read_on_its_loop_and_nowhere_else(
 
     def gather() -> Snapshot:
         read_in.append(threading.current_thread())
-        return Snapshot(STATS, None)
+        return Snapshot(STATS, None, None)
 
     listener = MetricsListener(gather, host="127.0.0.1", port=0, loop=loop)
     try:
@@ -145,7 +160,7 @@ def test_a_daemon_that_is_stuck_costs_the_scrape_and_nothing_else(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "GATHER_TIMEOUT_S", 0)  # the loop does not run
-    listener = MetricsListener(lambda: Snapshot(STATS, None), host="127.0.0.1", port=0, loop=loop)
+    listener = MetricsListener(lambda: Snapshot(STATS, None, None), host="127.0.0.1", port=0, loop=loop)
     try:
         with pytest.raises(HTTPError, match="500") as caught:
             urllib.request.urlopen(listener.url)
@@ -156,7 +171,7 @@ def test_a_daemon_that_is_stuck_costs_the_scrape_and_nothing_else(
 
 def test_an_address_that_is_taken_is_refused_and_a_closed_one_is_free_again(loop: asyncio.AbstractEventLoop) -> None:
     def listen(port: int) -> MetricsListener:
-        return MetricsListener(lambda: Snapshot(STATS, None), host="127.0.0.1", port=port, loop=loop)
+        return MetricsListener(lambda: Snapshot(STATS, None, None), host="127.0.0.1", port=port, loop=loop)
 
     first = listen(0)
     port = urlsplit(first.url).port

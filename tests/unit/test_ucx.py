@@ -42,7 +42,10 @@ def test_pieces_are_cut_into_the_same_bytes_and_none_is_too_large(pieces: list[t
 def agents() -> Iterator[tuple[Agent, Agent]]:
     """The one that begins transfers, and the passive one."""
     with contextlib.ExitStack() as stack:
-        yield tuple(stack.enter_context(contextlib.closing(Agent(name, device="lo"))) for name in "ab")
+        yield tuple(
+            stack.enter_context(contextlib.closing(Agent(name, device="lo", num_pollers=n)))
+            for name, n in (("a", 1), ("b", 0))
+        )
 
 
 def move(agent: Agent, op: Op, local: np.ndarray, remote: np.ndarray, sizes: np.ndarray) -> None:

@@ -46,7 +46,15 @@ def transfer_config(address: str, *, role: str = "kv_both", **options: Any) -> d
 class Engine:
     """One engine in its own process. A context manager."""
 
-    def __init__(self, folder: Path, model: Path, transfer: dict[str, Any] | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        transfer: dict[str, Any] | None = None,
+        *,
+        prefix: tuple[str, ...] = (),  # a command that runs it elsewhere
+        **arguments: Any,
+    ) -> None:
         self.log = folder / "engine.log"
         command = TINY | {"model": str(model)} | arguments
         if transfer is not None:
@@ -61,7 +69,7 @@ class Engine:
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(CHILD), json.dumps(command)],
+                [*prefix, sys.executable, str(CHILD), json.dumps(command)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

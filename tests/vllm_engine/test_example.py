@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from service.harness import NO_UCX, made_hosts
 from vllm_engine.engine import BLOCK_TOKENS, prompt
 from vllm_engine.model import write_model, write_tokenizer
 
@@ -36,7 +38,7 @@ def free_ports() -> int:
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Callable[..., int]]:
-    """Starts the example; returns the proxy's port."""
+    """Starts the example, as these arguments say; returns the proxy's port."""
     model, folder = tmp_path / "model", tmp_path / "run"
     write_model(model)
     write_tokenizer(model)
@@ -49,9 +51,9 @@ def servers(tmp_path: Path) -> Iterator[Callable[..., int]]:
     }
     command = [sys.executable, str(EXAMPLE)]
 
-    def up(dispatch: str) -> int:
+    def up(*arguments: str) -> int:
         port = free_ports()
-        how = ["--model", str(model), "--folder", str(folder), "--port", str(port), "--dispatch", dispatch]
+        how = ["--model", str(model), "--folder", str(folder), "--port", str(port), *arguments]
         how += ["--capacity", "64MiB", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
         how += ["--dtype", "float32", "--block-size", str(BLOCK_TOKENS), "--served-model-name", "tiny"]
         subprocess.run([*command, "up", *how], env=environment, check=True, timeout=400)
@@ -62,20 +64,25 @@ def servers(tmp_path: Path) -> Iterator[Callable[..., int]]:
     assert not list(folder.glob("*.pid"))
 
 
-def series(port: int, name: str) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+def series(host: str, port: int, name: str) -> float:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=20) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:kvstore_{name}_total"))
 
 
-@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
-def test_client_streams_what_prefill_and_decode_computed_together(
-    servers: Callable[..., int], reference: Callable[..., list[list[int]]], dispatch: str
-) -> None:
+@pytest.fixture
+def network() -> Iterator[str]:
+    """Of hosts, without the last number, which are gone in the end; skips the test where there can be none."""
+    with made_hosts("any"):
+        name = f"198.18.{random.randrange(256)}"
+    yield name
+    assert not list(Path("/run/netns").glob(f"kv-{name}-*"))
+
+
+def check_stream(port: int, expected: list[int]) -> None:
+    """A client streams these tokens from the proxy, which has asked prefill, too."""
     import openai
 
-    (expected,) = reference([PROMPT])
-    port = servers(dispatch)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
         how: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
         client.completions.create(prompt=prompt(20), max_tokens=1, **how)  # no block of it; now all are connected
@@ -85,4 +92,23 @@ def test_client_streams_what_prefill_and_decode_computed_together(
     assert "".join(pieces).split() == [f"w{token}" for token in expected]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=20) as answer:
         assert json.load(answer) == {"prefilled": 2}
-    assert series(port + 2, "hit_tokens") == NUM_BLOCKS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+def test_client_streams_what_prefill_and_decode_computed_together(
+    servers: Callable[..., int], reference: Callable[..., list[list[int]]], dispatch: str
+) -> None:
+    (expected,) = reference([PROMPT])
+    port = servers("--dispatch", dispatch)
+    check_stream(port, expected)
+    assert series("127.0.0.1", port + 2, "hit_tokens") == NUM_BLOCKS * BLOCK_TOKENS
+
+
+@pytest.mark.skipif(bool(NO_UCX), reason=NO_UCX)
+def test_client_streams_what_prefill_and_decode_computed_on_a_host_each(
+    network: str, servers: Callable[..., int], reference: Callable[..., list[list[int]]]
+) -> None:
+    (expected,) = reference([PROMPT])
+    port = servers("--dispatch", "concurrent", "--transport", "ucx", "--network", network)
+    check_stream(port, expected)
+    assert series(f"{network}.3", port + 2, "hit_tokens") == NUM_BLOCKS * BLOCK_TOKENS

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from service.harness import DaemonProcess, eventually
+from service.harness import NO_UCX, DaemonProcess, eventually
 from vllm_engine.engine import LAYERS, Engine, prompt, transfer_config
 from vllm_engine.model import write_adapter, write_model
 
@@ -293,9 +293,15 @@ def test_works_inside_multi_connector_with_another_beside_it(
     ("transfer", "arguments", "says"),
     [
         ({"adress": "x"}, {}, "the nearest is 'address'"),
+        pytest.param(
+            {"transport": "ucx", "ucx_device": "none0"},
+            {},
+            "transport: ucx_device none0: expected a device of this host",
+            marks=pytest.mark.skipif(bool(NO_UCX), reason=NO_UCX),
+        ),
         ({}, {"prefix_caching_hash_algo": "xxhash"}, "use sha256 or sha256_cbor"),
     ],
-    ids=["unknown option", "seeded hash"],
+    ids=["unknown option", "no such device", "seeded hash"],
 )
 def test_configuration_that_cannot_work_is_refused_at_start(
     engine: MakeEngine, transfer: dict[str, str], arguments: dict[str, str], says: str

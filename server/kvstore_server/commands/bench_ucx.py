@@ -104,7 +104,7 @@ class Bare:
 
 def _initiate(peer: Any, device: str, size_bytes: int, told: tuple[str, bytes, int]) -> None:
     name, metadata, remote = told
-    agent = Agent(secrets.token_hex(16), device=device)
+    agent = Agent(secrets.token_hex(16), device=device, num_pollers=1)
     memory = aligned_memory(size_bytes)
     memory[:] = 1
     agent.register(address_of(memory), size_bytes)

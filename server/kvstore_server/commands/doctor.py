@@ -37,6 +37,7 @@ def examine() -> dict[str, str]:
         "RDMA devices": ", ".join(rdma) or "none: between hosts, ucx goes over tcp",
         "GPUDirect": _gpu_direct(),
         "disk tier": _installed("lmdb", "kvstore[disk]"),
+        "several daemons": _installed("redis", "kvstore[cluster]"),
         "transport shm": "on, for clients of this host",
         "transport ucx": why_not
         or f"NIXL {_version('nixl-cu12')}; over tcp for trusted networks only (docs/security.md)",

@@ -74,7 +74,7 @@ def render(shown: dict[str, Any]) -> str:
         f"{'tier':8}{'used':>12}{'slabs':>12}{'capacity':>12}   pages",
     ]
     for tier in shown["tiers"]:
-        used, slabs, capacity = (_size(tier[name]) for name in ("used_bytes", "slab_bytes", "capacity_bytes"))
+        used, slabs, capacity = (size_text(tier[name]) for name in ("used_bytes", "slab_bytes", "capacity_bytes"))
         place = f" in {tier['place']}" if tier["place"] else ""
         lines.append(f"{tier['tier']:8}{used:>12}{slabs:>12}{capacity:>12}   {tier['pages']}{place}")
     lines += [
@@ -115,7 +115,7 @@ def clear_blocks(address: str, namespace: str, *, token: str) -> tuple[int, int]
     return reply.blocks_removed, reply.blocks_kept
 
 
-def _size(size_bytes: int) -> str:
+def size_text(size_bytes: int) -> str:
     """Bytes for people: three digits and a unit."""
     value, unit = float(size_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):

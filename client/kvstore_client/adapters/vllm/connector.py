@@ -61,6 +61,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         check_version(vllm.__version__)
         check_config(vllm_config, kv_cache_config)
         self._options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._options.check_transport()
         self._groups = groups_of(kv_cache_config)
         transfer = self._kv_transfer_config
         check_options(self._options, self._groups, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
@@ -215,7 +216,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         spec = self._spec_for(Identity(revision, ""))
         _log.info(
             "kvstore: namespace %s… at %s: blocks of %d tokens and %d bytes, %d layers x %d ranks; loads %s; saves by "
-            "%s%s; role %s",
+            "%s%s; transport %s; role %s",
             spec.namespace.hex()[:12],
             options.address,
             spec.block_tokens,
@@ -227,6 +228,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             f" (layer by layer where a step computes {WORTH_TOKENS} tokens of a request, else at the end of the step)"
             if options.granularity == "auto"
             else "",
+            options.transport,
             transfer.kv_role,
         )
         return SchedulerSide(
@@ -269,6 +271,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             name=name,
             token=options.token,
             timeout_s=options.timeout_s,
+            transport=options.transport,
+            ucx_device=options.ucx_device,
             prefill_tokens_per_s=options.prefill_tokens_per_s,
         )
         return connect(options.address, spec, options=client_options)

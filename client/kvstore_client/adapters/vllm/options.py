@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
-from kvstore.errors import InvalidRequest
+from kvstore.errors import InvalidRequest, Unsupported
+from kvstore.transport.ucx import Agent
 
 
 class Granularity(StrEnum):
@@ -34,6 +35,8 @@ class ConnectorOptions:
     timeout_s: float = 1.0  # of a lookup, a reservation, and of waiting for the daemon's other answers
     load_timeout_s: float = 5.0  # from the beginning of a load to its end
     follow_timeout_s: float = 60.0  # the same for one that follows a prefill under way elsewhere
+    transport: Literal["auto", "shm", "ucx"] = "auto"  # "auto": shm where the daemon's socket can be reached, else ucx
+    ucx_device: str = ""  # network device of transfers between hosts; empty: the one towards the daemon
     prefill_tokens_per_s: float = 0.0  # that this engine computes; 0: what the store has is always loaded
 
     def __post_init__(self) -> None:
@@ -46,6 +49,17 @@ class ConnectorOptions:
                 raise InvalidRequest(f"{name}: expected more than 0 and at most 3600, got {getattr(self, name)!r}")
         if not self.prefill_tokens_per_s >= 0:
             raise InvalidRequest(f"prefill_tokens_per_s: expected at least 0, got {self.prefill_tokens_per_s!r}")
+
+    def check_transport(self) -> None:
+        """If ucx was asked for, this process can have it, and has loaded it, which a first load or save would wait for.
+
+        Raises: InvalidRequest, if NIXL is not installed, or there is no such device.
+        """
+        if self.transport == "ucx":
+            try:
+                Agent("trial", device=self.ucx_device or "lo").close()
+            except Unsupported as error:
+                raise InvalidRequest(f"transport: {error}") from None
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ConnectorOptions":
@@ -74,6 +88,10 @@ def _of_kind(key: str, value: object, kind: object) -> object:
             return Granularity(str(value))
         except ValueError:
             raise InvalidRequest(f"{key}: expected one of {', '.join(Granularity)}, got {value!r:.80}") from None
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise InvalidRequest(f"{key}: expected one of {', '.join(get_args(kind))}, got {value!r:.80}")
+        return value
     if kind is float and type(value) is int:
         return float(value)
     assert isinstance(kind, type)

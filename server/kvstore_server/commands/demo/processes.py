@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from kvstore_server.commands.demo.model import DemoFailed
+from kvstore_server.commands.demo.way import SHARED_MEMORY, Way
 from kvstore_server.commands.demo.worker import Answer, Request
 from kvstore_server.config import ENVIRONMENT_PREFIX
 
@@ -31,12 +32,20 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Child:
     """A process and its events. Its errors go to a file, of which the end is shown if it fails."""
 
-    def __init__(self, name: str, module: str, *arguments: str, log: IO[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        prefix: Sequence[str],  # a command that runs it elsewhere
+        log: IO[str],
+        environment: Mapping[str, str],
+    ) -> None:
         self.name = name
         self._log = log
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*prefix, sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -133,13 +142,13 @@ class Children:
     """
 
     def __init__(
-        self, folder: Path, model: Path, *, daemon_flags: Sequence[str] = DAEMON_FLAGS, transport: str = "shm"
+        self, folder: Path, model: Path, *, daemon_flags: Sequence[str] = DAEMON_FLAGS, way: Way = SHARED_MEMORY
     ) -> None:
         self.folder = folder
-        self._transport = transport
+        self._way = way
         self.address = f"unix:{folder / 'kvstore.sock'}"
         self._model = model
-        self._daemon_flags = (*daemon_flags, *(("--ucx-device", "lo") if transport == "ucx" else ()))
+        self._daemon_flags = (*way.daemon_flags, *daemon_flags)
         self._all: list[Child] = []
         # Settings of a daemon that the user runs are not for this one.
         users = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
@@ -148,23 +157,24 @@ class Children:
     def start_daemon(self) -> Child:
         """On the same socket and disk directory each time; it may not listen yet."""
         socket = self.address.removeprefix("unix:")
-        arguments = ("serve", "--unix-socket", socket, "--tcp-port", "0", "--disk-path", str(self.folder / "disk"))
-        return self._start("daemon", "kvstore_server.cli", *arguments, *self._daemon_flags)
+        arguments = ("serve", "--unix-socket", socket, "--disk-path", str(self.folder / "disk"), *self._daemon_flags)
+        return self._start("daemon", "kvstore_server.cli", *arguments, prefix=self._way.to_daemon)
 
     def start_engine(self, name: str) -> Child:
         """Not ready yet: expect its event `ready`."""
-        ours = ("--model", str(self._model), "--address", self.address, "--name", name)
-        arguments = (*ours, "--transport", self._transport)
-        return self._start(name, "kvstore_server.commands.demo.worker", *arguments)
+        address = self._way.address or self.address
+        ours = ("--model", str(self._model), "--address", address, "--name", name)
+        arguments = (*ours, "--transport", self._way.transport)
+        return self._start(name, "kvstore_server.commands.demo.worker", *arguments, prefix=self._way.to_engines)
 
     def end(self) -> None:
         """All of them are gone, the engines before the daemon."""
         while self._all:
             self._all.pop().end()
 
-    def _start(self, name: str, module: str, *arguments: str) -> Child:
+    def _start(self, name: str, module: str, *arguments: str, prefix: Sequence[str]) -> Child:
         log = (self.folder / f"{name.replace(' ', '-')}.log").open("a")
-        child = Child(name, module, *arguments, log=log, environment=self._environment)
+        child = Child(name, module, *arguments, prefix=prefix, log=log, environment=self._environment)
         self._all.append(child)
         return child
 

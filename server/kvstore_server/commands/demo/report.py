@@ -37,6 +37,7 @@ def as_text(show: "Show") -> str:
             "Greedy texts",
             *(f"  {scene.name.strip()}: {scene.question} {scene.answer.text!r}" for scene in show.scenes),
             "",
+            f"Bytes went by {show.way}.",
             f"In all {show.total_s:.0f} s.",
         ]
     )
@@ -76,6 +77,7 @@ def as_document(show: "Show") -> str:
                 "answered_after_s": round(show.restart.answered_after_s, 4),
                 "disk_io": show.restart.disk_io,
             },
+            "bytes_went_by": show.way,
             "total_s": round(show.total_s, 1),
         },
         indent=2,

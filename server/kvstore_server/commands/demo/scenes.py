@@ -1,9 +1,11 @@
 """The demo's four scenes, and what must be true of them: cold, hand-over, next session, after kill -9."""
 
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +18,9 @@ from kvstore_server.commands.demo.model import DemoFailed, check_packages, prepa
 from kvstore_server.commands.demo.processes import READY_S, Child, Children, ended_in_order, let_nothing_interrupt
 from kvstore_server.commands.demo.report import as_document, as_text
 from kvstore_server.commands.demo.restart import START_S, Restart, ask, kill_and_restart
+from kvstore_server.commands.demo.way import HOSTS, way_by
 from kvstore_server.commands.demo.worker import Answer, Request
+from kvstore_server.commands.hosts import Hosts
 
 NEW_TOKENS: Final = 24
 MIN_PROMPT_TOKENS: Final = 128
@@ -76,6 +80,7 @@ class Show:
     scenes: list[Scene]
     hand_over: HandOver
     restart: Restart
+    way: str  # by which bytes went between engines and daemon
     total_s: float
 
     @property
@@ -116,15 +121,18 @@ def _run(model_path: str | None, prompt_tokens: int, transport: str, progress: C
     begin_s = time.monotonic()
     check_packages()
     model = prepare(model_path, progress=progress)
-    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder:
-        children = Children(Path(folder), model, transport=transport)
-        try:
-            scenes, hand_over, restart = _play(children, prompt_tokens, progress)
-        finally:
-            let_nothing_interrupt()
-            progress("ending the processes")
-            children.end()
-    return Show(scenes=scenes, hand_over=hand_over, restart=restart, total_s=time.monotonic() - begin_s)
+    hosts = Hosts(f"kvstore-demo-{os.getpid()}", *HOSTS)
+    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as folder, ExitStack() as ending:
+        ending.callback(hosts.remove)
+        way = way_by(transport, hosts)
+        progress(f"bytes go by {way.says}")
+        children = Children(Path(folder), model, way=way)
+        ending.callback(children.end)
+        ending.callback(progress, "ending the processes")
+        ending.callback(let_nothing_interrupt)
+        scenes, hand_over, restart = _play(children, prompt_tokens, progress)
+    total_s = time.monotonic() - begin_s
+    return Show(scenes=scenes, hand_over=hand_over, restart=restart, way=way.says, total_s=total_s)
 
 
 def _play(
