@@ -217,7 +217,14 @@ class ClusterClient:
             answers = ask(self._links.refresh(changed.channel.address, deadline))
         check_any([answer for _, _, answer in answers])
         pieces = self._pieces(answers, chosen)
-        return ClusterWrite(pieces, self.spec, num_blocks=len(hashes), parts=chosen, pool=self._sides)
+        return ClusterWrite(
+            pieces,
+            self.spec,
+            num_blocks=len(hashes),
+            parts=chosen,
+            pool=self._sides,
+            timeout_s=self.options.timeout_s,
+        )
 
     def region(self, size_bytes: int, *, timeout_s: float | None = None) -> Region:
         """As `KVClient.region`: every member can read it, and each that comes.

@@ -1,11 +1,12 @@
 """A write to several daemons: one `Write` with each, seen as one."""
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest, KVStoreError, StoreTimeout, StoreUnavailable
 from kvstore.spec import KVSpec
 from kvstore.types import IntArray, Outcome
 from kvstore_client.buffers import Rows, RowsLike, as_rows
@@ -31,12 +32,22 @@ class ClusterWrite:
     once no daemon is left.
     """
 
-    def __init__(self, pieces: Sequence[Piece], spec: KVSpec, *, num_blocks: int, parts: Sequence[int], pool: Executor):
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        spec: KVSpec,
+        *,
+        num_blocks: int,
+        parts: Sequence[int],
+        pool: Executor,
+        timeout_s: float,  # of calls that bring none
+    ) -> None:
         self.parts = tuple(parts)
         self.outcomes = [Outcome.FULL] * num_blocks
         self._pieces = list(pieces)  # that go on
         self._spec = spec
         self._pool = pool
+        self._timeout_s = timeout_s
         self._over = ""  # how it ended
         for piece in pieces:
             self._take_outcomes(piece)
@@ -75,7 +86,8 @@ class ClusterWrite:
 
     def commit(self, timeout_s: float | None = None) -> list[Outcome]:
         """As `Write.commit`. Raises what a daemon did only if no other is left."""
-        self._on_all(lambda piece: piece.write.commit(timeout_s))
+        deadline = self._deadline(timeout_s)
+        self._on_all(lambda piece: piece.write.commit(_left(deadline)))
         for piece in self._pieces:
             self._take_outcomes(piece)
         self._over = "committed"
@@ -93,7 +105,16 @@ class ClusterWrite:
     # Inside.
 
     def _send(self, source: Rows, parts: Sequence[int], begins: list[int], timeout_s: float | None) -> None:
-        self._on_all(lambda piece: piece.write.send(source.pick(piece.blocks), parts, begins, timeout_s=timeout_s))
+        deadline = self._deadline(timeout_s)
+        self._on_all(
+            lambda piece: piece.write.send(
+                source.pick(piece.blocks), parts, begins, timeout_s=_left(deadline), wait=False
+            )
+        )
+        self._on_all(lambda piece: piece.write.wait_sent(_left(deadline)))
+
+    def _deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def _on_all(self, act: Callable[[Piece], object]) -> None:
         """Done with every daemon at once; one that fails is left out from here on."""
@@ -133,13 +154,23 @@ def _done(pieces: Sequence[Piece], act: Callable[[Piece], object], pool: Executo
     failures: dict[int, KVStoreError] = {}
 
     def work(mine: list[Piece]) -> None:
+        lost: KVStoreError | None = None  # the daemon does not answer: the others are not tried
         for piece in mine:
+            if lost is not None:
+                piece.write.give_up()
+                failures[id(piece)] = lost
+                continue
             try:
                 act(piece)
             except InvalidRequest:
                 raise
             except KVStoreError as error:
                 failures[id(piece)] = error
+                lost = error if isinstance(error, StoreTimeout | StoreUnavailable) else None
 
     each(pool, [partial(work, mine) for mine in by_link.values()])
     return failures
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
