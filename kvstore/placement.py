@@ -26,8 +26,12 @@ _SECOND: Final = np.uint64(0x94D049BB133111EB)
 
 def segments(chain: Sequence[BlockHash]) -> AnyArray:
     """`[n]` u64: of each block of a chain, from its first on, the segment that it is in."""
-    heads = np.frombuffer(b"".join([hash_[:8] for hash_ in chain[::SEGMENT_BLOCKS]]), "<u8")
-    return np.repeat(heads, SEGMENT_BLOCKS)[: len(chain)]
+    return segments_from(chain[::SEGMENT_BLOCKS])[: len(chain)]
+
+
+def segments_from(heads: Sequence[BlockHash]) -> AnyArray:
+    """`[64 n]` u64: as `segments`, of whole segments whose first blocks these are."""
+    return np.repeat(np.frombuffer(b"".join([head[:8] for head in heads]), "<u8"), SEGMENT_BLOCKS)
 
 
 class Placement:

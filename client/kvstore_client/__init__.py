@@ -22,8 +22,12 @@ from kvstore.types import BlockHash, BootId, Namespace, Outcome
 from kvstore_client.breaker import BreakerState
 from kvstore_client.buffers import BlockRows
 from kvstore_client.client import KVClient
+from kvstore_client.cluster import ClusterClient
+from kvstore_client.cluster_load import ClusterLoad
+from kvstore_client.cluster_write import ClusterWrite
 from kvstore_client.load import Load, LoadResult
 from kvstore_client.locate import Match
+from kvstore_client.opening import Client, connect
 from kvstore_client.options import ClientOptions, ClientStatistics
 from kvstore_client.regions import Region
 from kvstore_client.write import Write
@@ -36,8 +40,12 @@ __all__ = [
     "BlockRows",
     "BootId",
     "BreakerState",
+    "Client",
     "ClientOptions",
     "ClientStatistics",
+    "ClusterClient",
+    "ClusterLoad",
+    "ClusterWrite",
     "InvalidRequest",
     "KVClient",
     "KVSpec",
@@ -59,4 +67,5 @@ __all__ = [
     "Unsupported",
     "Write",
     "WriterFailed",
+    "connect",
 ]

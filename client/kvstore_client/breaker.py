@@ -41,6 +41,11 @@ class Breaker:
     def state(self) -> BreakerState:
         return self._state
 
+    @property
+    def admits(self) -> bool:
+        """Whether a call may go out now; nothing is changed by asking."""
+        return self._state is BreakerState.CLOSED or self._since + self._cooldown_s <= self._clock()
+
     def admit(self) -> float:
         """0.0: the call may go out, and its end must be reported; else the seconds until one may."""
         with self._lock:

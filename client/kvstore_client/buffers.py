@@ -41,27 +41,35 @@ Destination: TypeAlias = BlockRows | PerPart
 class Rows:
     """The rows of a caller's buffer, each `row_bytes` long; keeps the buffer alive.
 
-    `array` is `[num_rows, row_bytes]` where the rows are evenly spaced, else `None`.
+    `array` is `[num_rows, row_bytes]` where the rows are evenly spaced, else `None`. With `order`, row i is what would
+    be row `order[i]`.
     """
 
-    __slots__ = ("array", "row_bytes", "rows")
+    __slots__ = ("array", "order", "row_bytes", "rows")
 
-    def __init__(self, rows: ByteArray | list[ByteArray], row_bytes: int) -> None:
+    def __init__(self, rows: ByteArray | list[ByteArray], row_bytes: int, *, order: IntArray | None = None) -> None:
         self.array: ByteArray | None = rows if isinstance(rows, np.ndarray) else None
         self.rows: ByteArray | list[ByteArray] = rows
         self.row_bytes = row_bytes
+        self.order = order
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) if self.order is None else len(self.order)
+
+    def pick(self, indices: IntArray) -> "Rows":
+        """Only these rows, in this order."""
+        return Rows(self.rows, self.row_bytes, order=indices if self.order is None else self.order[indices])
 
     def columns(self, offset: int, size_bytes: int) -> "Rows":
         """Bytes `offset` to `offset + size_bytes` of every row."""
         if self.array is not None:
-            return Rows(self.array[:, offset : offset + size_bytes], size_bytes)
-        return Rows([row[offset : offset + size_bytes] for row in self.rows], size_bytes)
+            return Rows(self.array[:, offset : offset + size_bytes], size_bytes, order=self.order)
+        return Rows([row[offset : offset + size_bytes] for row in self.rows], size_bytes, order=self.order)
 
     def addresses(self, indices: IntArray) -> IntArray:
         """Where in memory these rows begin."""
+        if self.order is not None:
+            indices = self.order[indices]
         if self.array is not None:
             return address_of(self.array) + indices * self.array.strides[0]
         return np.array([address_of(self.rows[index]) for index in indices.tolist()], np.int64)

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import (
@@ -35,7 +35,7 @@ SILENT_HEARTBEATS: Final = 3
 # No retry helps against these; someone has to change something first.
 _REFUSALS: Final = (InvalidRequest, SpecMismatch, NotAuthenticated, NotAllowed, Unsupported)
 
-_CHANNEL_OPTIONS: Final = (
+CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
@@ -45,7 +45,7 @@ _CHANNEL_OPTIONS: Final = (
 
 
 class Channel:
-    """The way to the daemon.
+    """The way to the daemon, by the first of its addresses at which it answers.
 
     Nothing here blocks the caller but `session` and `wait_ready`, and both have a deadline.
 
@@ -54,7 +54,7 @@ class Channel:
 
     def __init__(
         self,
-        address: str,
+        addresses: Sequence[str],
         hello: pb.Hello,
         *,
         breaker: Breaker,
@@ -62,7 +62,8 @@ class Channel:
         on_session: Callable[[Session], None],
         on_retired: Callable[[Session, list[int]], None],
     ) -> None:
-        self.address = address
+        self.addresses = tuple(addresses)  # may be replaced; of use from the next attempt to connect on
+        self.address = addresses[0]  # where it is connected, or was tried last
         self._hello = hello
         self._breaker = breaker
         self._counters = counters
@@ -71,6 +72,7 @@ class Channel:
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._failure: KVStoreError | None = None  # of the last attempt to connect
+        self._connected_before = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-channel", daemon=True)
         self._thread.start()
@@ -99,6 +101,14 @@ class Channel:
         self._counters.add("calls")
         self._counters.add("failures")
         raise self._reason()
+
+    def wait_tried(self, deadline: float) -> bool:
+        """Whether the first attempt to connect is over, at the latest at the deadline."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._session is not None or self._failure is not None or self._closing.is_set(),
+                max(0.0, deadline - time.monotonic()),
+            )
 
     def wait_ready(self, deadline: float) -> Session:
         """The open session.
@@ -138,32 +148,42 @@ class Channel:
     # The background thread.
 
     def _run(self) -> None:
-        import grpc
-
         backoff_s = FIRST_BACKOFF_S
-        connected_before = False
         while not self._closing.is_set():
-            channel = grpc.insecure_channel(self.address, _CHANNEL_OPTIONS)
-            try:
-                session = self._connect(channel)
-                if connected_before:
-                    self._counters.add("reconnects")
-                connected_before = True
-                backoff_s = FIRST_BACKOFF_S
-                session.ended.wait()
-                failure = session.why_ended()
-            except KVStoreError as error:
-                failure = error
-            except Exception as error:
-                failure = StoreUnavailable(f"connecting failed: {error!r}")
-            finally:
-                channel.close()
+            for address in self.addresses:
+                self.address = address
+                connected, failure = self._serve()
+                if connected:
+                    backoff_s = FIRST_BACKOFF_S
+                if connected or self._closing.is_set():
+                    break
             with self._changed:
                 self._session = None
                 self._failure = failure
                 self._changed.notify_all()
             self._closing.wait(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _serve(self) -> tuple[bool, KVStoreError]:
+        """Whether there was a session, and why there is none any more."""
+        import grpc
+
+        connected = False
+        channel = grpc.insecure_channel(self.address, CHANNEL_OPTIONS)
+        try:
+            session = self._connect(channel)
+            connected = True
+            if self._connected_before:
+                self._counters.add("reconnects")
+            self._connected_before = True
+            session.ended.wait()
+            return connected, session.why_ended()
+        except KVStoreError as error:
+            return connected, error
+        except Exception as error:
+            return connected, StoreUnavailable(f"connecting failed: {error!r}")
+        finally:
+            channel.close()
 
     def _connect(self, channel: "grpc.Channel") -> Session:
         session = Session(channel, breaker=self._breaker, counters=self._counters, on_retired=self._on_retired)

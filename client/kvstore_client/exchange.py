@@ -64,22 +64,51 @@ class Exchange:
         _, fds = self._ask(Request(Op.REGION, number, size_bytes), [fd], deadline)
         _close_all(fds)
 
-    def call(self, message: bytes, *, undo: Callable[[], bytes], deadline: float) -> bytes | None:
-        """The ServerMessage that answers this ClientMessage; None, and nothing was done, if it must take the stream.
+    def revive(self, *, deadline: float) -> None:
+        """A connection that was lost is made again, if that can be done now, of a daemon that answers."""
+        if self._socket is not None or self._unreachable or self._closed or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._socket is None:
+                self._connect(deadline)
+        except (OSError, KVStoreError):
+            pass  # the stream does as well
+        finally:
+            self._lock.release()
+
+    def begin(self, message: bytes) -> bool:
+        """This ClientMessage is on its way, and the caller must `finish`; False: it must take the stream.
+
+        Never waits. Until `finish`, others take the stream.
+        """
+        if self._unreachable or not self._lock.acquire(blocking=False):
+            return False  # another thread's call is under way
+        sent = False
+        try:
+            request = Request(Op.CALL, body=message)
+            if self._socket is not None and Request.SIZE + len(message) <= self._most_bytes:
+                _send_now(self._socket, request)
+                sent = True
+        except BlockingIOError:
+            pass  # the daemon takes nothing in
+        except OSError:
+            self._hang_up()
+        finally:
+            if not sent:
+                self._lock.release()
+        return sent
+
+    def finish(self, *, undo: Callable[[], bytes], deadline: float) -> bytes | None:
+        """The ServerMessage that answers what was begun; None, and nothing was done, if it must take the stream.
 
         What `undo` makes is sent, behind it, if the answer does not come in time. Raises: StoreTimeout; what the daemon
         answers.
         """
-        if self._unreachable or not self._lock.acquire(blocking=False):
-            return None  # another thread's call is under way
+        connection = self._socket
+        assert connection is not None, "a call was begun"
         try:
-            connection = self._socket or self._connect(deadline)
-            request = Request(Op.CALL, body=message).encode()
-            if len(request) > self._most_bytes:
-                return None
             try:
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
-                connection.send(request)
                 size = connection.recv_into(self._buffer)
                 reply = Reply.decode(bytes(memoryview(self._buffer)[:size]))
             except TimeoutError:
@@ -99,6 +128,11 @@ class Exchange:
             return None
         finally:
             self._lock.release()
+
+    def abandon(self) -> None:
+        """What was begun will not be finished."""
+        self._hang_up()
+        self._lock.release()
 
     def tell(self, message: bytes) -> bool:
         """The daemon will get this ClientMessage; False if it must take the stream. Never waits."""

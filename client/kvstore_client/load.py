@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.types import BlockHash, ByteArray, IntArray
+from kvstore.types import AnyArray, BlockHash, ByteArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client.filling import Filling, LoadPlan, Readable
 from kvstore_client.options import Counters
@@ -76,6 +76,11 @@ class Load:
     @property
     def lease(self) -> str:
         return self._plan.lease
+
+    def in_place(self) -> AnyArray:
+        """`[num_blocks]` bool: which blocks are entirely in place."""
+        with self._changed:
+            return self._progress.complete()
 
     # What callers wait for.
 

@@ -26,7 +26,7 @@ class Match:
     num_found: int  # leading blocks that are stored, and leased unless `lease` is empty
     lease: str
     hashes: Sequence[BlockHash] = field(repr=False)  # all that were asked for
-    _session: Session = field(repr=False)
+    _sessions: Sequence[Session] = field(repr=False)  # in which it is leased, each with its daemon
 
     def __enter__(self) -> "Match":
         return self
@@ -39,8 +39,9 @@ class Match:
 
         Idempotent; nothing to do once the session ended.
         """
-        if self.lease and self._session.alive:
-            self._session.release(self.lease)
+        for session in self._sessions:
+            if self.lease and session.alive:
+                session.release(self.lease)
 
 
 def worth_loading(matched: pb.Matched, spec: KVSpec, *, prefill_tokens_per_s: float) -> int:

@@ -26,7 +26,7 @@ class ClientOptions:
     copy_threads: int = 2
     transport: Literal["auto", "shm", "ucx"] = "auto"  # "auto": shm where the daemon's socket can be reached, else ucx
     ucx_device: str = ""  # network device of transfers between hosts; empty: the one towards the daemon
-    staging_bytes: int = 256 << 20  # bound of what is on its way to the store from this client's own memory
+    staging_bytes: int = 256 << 20  # bound of what is on its way to one daemon from this client's own memory
     prefill_tokens_per_s: float = 0.0  # what the engine computes; 0: a match is never cut for being slow to load
     breaker_failures: int = 3  # so many calls in a row without an answer open the circuit breaker
     breaker_cooldown_s: float = 1.0  # for so long at first; doubled for each probe that fails, up to 30 s

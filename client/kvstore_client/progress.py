@@ -41,9 +41,14 @@ class Progress:
     def in_place(self, part: int, block: int) -> bool:
         return bool(self._in_place[self._row_of[part], block])
 
+    def complete(self) -> AnyArray:
+        """`[num_blocks]` bool: of which blocks every part is in place."""
+        complete: AnyArray = np.all(self._in_place, axis=0) & ~self._failed
+        return complete
+
     def num_loaded(self) -> int:
         """Leading blocks of which every part is in place."""
-        complete: AnyArray = np.all(self._in_place, axis=0) & ~self._failed
+        complete = self.complete()
         return len(complete) if complete.all() else int(complete.argmin())
 
     def without_error(self, blocks: IntArray) -> IntArray:

@@ -30,7 +30,7 @@ Undo: TypeAlias = Callable[[int], pb.ClientMessage]  # what undoes the request o
 _CANCELLED: Final = 1
 
 
-class _Pending:
+class Pending:
     """A request without an answer: somebody waits on `latch`, or `then` is called, or one after the other."""
 
     __slots__ = ("answer", "lasting", "latch", "then")
@@ -66,7 +66,7 @@ class Session:
         self._counters = counters
         self._on_retired = on_retired
         self._lock = threading.Lock()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._ids = itertools.count(1)
         self._ended: KVStoreError | None = None
         self._beside = False  # whether requests may be sent over the shm socket
@@ -87,8 +87,8 @@ class Session:
 
         Raises: what the daemon refused it with, StoreTimeout, StoreUnavailable.
         """
-        entry = self._send(pb.ClientMessage(hello=hello), threading.Lock(), None, lasting=False)
-        welcome = self._await(entry, time.monotonic() + timeout_s, "hello").welcome
+        entry = self.send(pb.ClientMessage(hello=hello), threading.Lock(), None, lasting=False)
+        welcome = self.wait(entry, time.monotonic() + timeout_s, "hello").welcome
         if welcome.heartbeat_ms < 1:
             raise StoreBug("welcome: expected a heartbeat of at least 1 ms, got 0; report it")
         self.boot_id = BootId(welcome.boot_id)
@@ -138,6 +138,22 @@ class Session:
         Raises: the error that the daemon answers with; StoreTimeout; StoreUnavailable, if the stream
         ends or the breaker is open.
         """
+        call = self.begin(message, deadline=deadline, then=then, lasting=lasting, undo=undo)
+        return call.answer(), message.request_id
+
+    def begin(
+        self,
+        message: pb.ClientMessage,
+        *,
+        deadline: float,
+        then: OnAnswer | None = None,
+        lasting: bool = False,
+        undo: Undo | None = None,
+    ) -> "Call":
+        """As `call`, but the answer is not waited for: the caller asks the Call for it, in any case.
+
+        Never waits. Raises: StoreUnavailable, if the stream has ended or the breaker is open.
+        """
         self._counters.add("calls")
         wait_s = self._breaker.admit()
         if wait_s:
@@ -145,34 +161,32 @@ class Session:
             raise StoreUnavailable(
                 f"circuit breaker: open, as the store did not answer; next try in {wait_s:.1f} s; recompute"
             )
+        call = Call(self, message, deadline=deadline, then=then, lasting=lasting, undo=undo)
         try:
-            answer = self._call_beside(message, undo, deadline) if undo is not None and self._beside else None
-            if answer is None:
-                entry = self._send(message, threading.Lock(), then, lasting=lasting, deadline=deadline)
-                try:
-                    answer = self._await(entry, deadline, message.WhichOneof("body") or "")
-                except StoreTimeout:
-                    if undo is not None and self.alive:
-                        self.tell(undo(message.request_id))
-                    raise
+            if not (undo is not None and self._beside and self.alive and self._begin_beside(message)):
+                call.send()
         except KVStoreError as error:
             self.report(error)
             raise
-        self._breaker.succeeded()
-        return answer, message.request_id
+        return call
 
-    def _call_beside(self, message: pb.ClientMessage, undo: Undo, deadline: float) -> pb.ServerMessage | None:
-        """The answer over the shm socket; None if the request must take the stream."""
-        if not self.alive:
-            return None
+    def answered(self) -> None:
+        """A call was answered, whatever the answer."""
+        self._breaker.succeeded()
+
+    def _begin_beside(self, message: pb.ClientMessage) -> bool:
         message.request_id = next(self._ids)
+        return self.exchange.begin(message.SerializeToString())
+
+    def finish_beside(self, message: pb.ClientMessage, undo: Undo, deadline: float) -> pb.ServerMessage | None:
+        """The answer over the shm socket; None if the request must take the stream."""
 
         def undoing() -> bytes:
             undone = undo(message.request_id)
             undone.request_id = next(self._ids)
             return undone.SerializeToString()
 
-        data = self.exchange.call(message.SerializeToString(), undo=undoing, deadline=deadline)
+        data = self.exchange.finish(undo=undoing, deadline=deadline)
         if data is None:
             return None
         answer = pb.ServerMessage.FromString(data)
@@ -180,10 +194,15 @@ class Session:
             raise error_from_status(answer.status)
         return answer
 
+    def revive(self, deadline: float) -> None:
+        """The shm socket is used again, if it was lost: the daemon answers."""
+        if self._beside:
+            self.exchange.revive(deadline=deadline)
+
     def start(self, message: pb.ClientMessage, then: OnAnswer) -> None:
         """The request is on its way; `then` gets the answer, or what ended the stream, exactly once."""
         try:
-            self._send(message, None, then, lasting=False)
+            self.send(message, None, then, lasting=False)
         except KVStoreError as error:
             then(error)
 
@@ -253,7 +272,7 @@ class Session:
     def _gone(self) -> StoreUnavailable:
         return StoreUnavailable(f"session: it has ended ({self._ended}); recompute, the client reconnects")
 
-    def _send(
+    def send(
         self,
         message: pb.ClientMessage,
         latch: "threading.Lock | None",
@@ -261,12 +280,13 @@ class Session:
         *,
         lasting: bool,
         deadline: float | None = None,
-    ) -> _Pending:
+    ) -> Pending:
+        """The request is on its way over the stream. Raises: StoreUnavailable, if that has ended."""
         now = time.monotonic()
         if deadline is not None:
             message.timeout_ms = max(1, int((deadline - now) * 1000))
         message.request_id = next(self._ids)
-        entry = _Pending(latch, then, lasting)
+        entry = Pending(latch, then, lasting)
         if latch is not None:
             latch.acquire()
         with self._lock:
@@ -277,7 +297,8 @@ class Session:
         self._outgoing.put(message)
         return entry
 
-    def _await(self, entry: _Pending, deadline: float, what: str) -> pb.ServerMessage:
+    def wait(self, entry: Pending, deadline: float, what: str) -> pb.ServerMessage:
+        """The answer to what was sent. Raises: as `call` does."""
         latch = entry.latch
         # None: answered before we looked.
         if latch is not None and not latch.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -329,3 +350,77 @@ class Session:
                 return
         if entry.then is not None:
             entry.then(message)
+
+
+class Call:
+    """A request on its way. Made by `Session.begin`; whoever did asks for its `answer`, once, or abandons it.
+
+    Until then, it may keep others off the shm socket.
+    """
+
+    __slots__ = ("_deadline", "_entry", "_lasting", "_message", "_over", "_session", "_then", "_undo")
+
+    def __init__(
+        self,
+        session: Session,
+        message: pb.ClientMessage,
+        *,
+        deadline: float,
+        then: OnAnswer | None,
+        lasting: bool,
+        undo: Undo | None,
+    ) -> None:
+        self._session = session
+        self._message = message
+        self._deadline = deadline
+        self._then, self._lasting = then, lasting
+        self._undo = undo
+        self._entry: Pending | None = None  # on the stream; None: it went over the shm socket
+        self._over = False
+
+    def send(self) -> Pending:
+        """It goes over the stream. Raises: StoreUnavailable, if that has ended."""
+        self._entry = self._session.send(
+            self._message, threading.Lock(), self._then, lasting=self._lasting, deadline=self._deadline
+        )
+        return self._entry
+
+    def answer(self) -> pb.ServerMessage:
+        """Raises: the error that the daemon answers with; StoreTimeout; StoreUnavailable, if the stream ends."""
+        session, undo = self._session, self._undo
+        self._over = True
+        try:
+            answer = None
+            if self._entry is None:
+                assert undo is not None, "only what can be undone goes over the shm socket"
+                answer = session.finish_beside(self._message, undo, self._deadline)
+            if answer is None:
+                answer = self._take_stream()
+        except KVStoreError as error:
+            session.report(error)
+            raise
+        session.answered()
+        return answer
+
+    def abandon(self) -> None:
+        """Nobody waits for the answer, and what was asked for is undone. Nothing to do once it was waited for."""
+        if self._over:
+            return
+        self._over = True
+        if self._entry is None:
+            self._session.exchange.abandon()
+        if self._undo is not None and self._session.alive:
+            self._session.tell(self._undo(self._message.request_id))
+
+    def _take_stream(self) -> pb.ServerMessage:
+        session, undo = self._session, self._undo
+        entry = self._entry or self.send()
+        try:
+            answer = session.wait(entry, self._deadline, self._message.WhichOneof("body") or "")
+        except StoreTimeout:
+            if undo is not None and session.alive:
+                session.tell(undo(self._message.request_id))
+            raise
+        if undo is not None:
+            session.revive(self._deadline)
+        return answer

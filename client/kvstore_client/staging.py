@@ -122,10 +122,9 @@ class Stagings:
             if staging is not None and staging.session is session:
                 return staging
             size_bytes = min(self.size_bytes, session.max_region_bytes or self.size_bytes)
-            region = self._regions.create(size_bytes, deadline=deadline)
-            if region.session is not session:
-                region.close()
+            if not session.alive:
                 raise StoreUnavailable("staging: the session has ended; recompute, the client reconnects")
+            region = self._regions.create(size_bytes, deadline=deadline, only=session)
             self._current = Staging(region, session)
             return self._current
 

@@ -9,9 +9,17 @@ import pytest
 torch = pytest.importorskip("torch", reason="the transformers adapter needs torch")
 transformers = pytest.importorskip("transformers", reason="the transformers adapter needs transformers")
 
+from tellers import cluster_in_process  # noqa: E402
+
+from kvstore import placement  # noqa: E402
 from kvstore.errors import InvalidRequest, StoreUnavailable, WriterFailed  # noqa: E402
 from kvstore.hashing import chain  # noqa: E402
-from kvstore_client import ClientOptions, KVClient, KVSpec  # noqa: E402
+from kvstore_client import (  # noqa: E402
+    ClientOptions,
+    KVClient,
+    KVSpec,
+    placing,
+)
 from kvstore_client.adapters.transformers import (  # noqa: E402
     Prefill,
     PrefixCache,
@@ -80,10 +88,25 @@ def spec(model: Any) -> KVSpec:
     return spec_for(model, revision="r1", block_tokens=BLOCK_TOKENS)
 
 
+@pytest.fixture(params=["one daemon", "two daemons"])
+def house(request: pytest.FixtureRequest) -> str:
+    """Where blocks are kept."""
+    return str(request.param)
+
+
+only_one_daemon = pytest.mark.parametrize("house", ["one daemon"])
+
+
 @pytest.fixture
-def client(spec: KVSpec) -> Iterator[KVClient]:
-    with KVClient.in_process(spec, capacity_bytes=32 << 20) as client:
-        yield client
+def client(spec: KVSpec, house: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if house == "one daemon":
+        with KVClient.in_process(spec, capacity_bytes=32 << 20) as client:
+            yield client
+    else:
+        for module in (placement, placing):
+            monkeypatch.setattr(module, "SEGMENT_BLOCKS", 2)  # so that short prompts lie with both
+        with cluster_in_process(spec, num_daemons=2) as cluster:
+            yield cluster
 
 
 @pytest.fixture
@@ -281,6 +304,7 @@ def test_writer_that_fails_half_way_costs_recomputation_only(
     assert "load failed (WriterFailed" in caplog.text
 
 
+@only_one_daemon
 def test_daemon_that_goes_between_two_layers_costs_recomputation_only(
     prefixes: PrefixCache, client: KVClient, spec: KVSpec, model: Any
 ) -> None:
@@ -295,6 +319,7 @@ def test_daemon_that_goes_between_two_layers_costs_recomputation_only(
     assert prefill.saving.result(WAIT_S) == 0
 
 
+@only_one_daemon
 def test_daemon_that_goes_during_a_save_costs_the_save_only(
     prefixes: PrefixCache, client: KVClient, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -336,6 +361,7 @@ def test_full_store_costs_the_save_only(spec: KVSpec, model: Any) -> None:
         assert prefixes.num_failed_saves == 0
 
 
+@only_one_daemon
 def test_other_revision_has_no_hit(client: KVClient, prefixes: PrefixCache, model: Any) -> None:
     ids = prompt(40)
     prefixes.prefill(ids).saving.result(WAIT_S)

@@ -36,7 +36,7 @@ class FakeClient:
         self.answers = threading.Event()
         self.answers.set()
 
-    def match(self, hashes: list[bytes], *, timeout_s: float) -> FakeMatch:
+    def match(self, hashes: list[bytes], *, segments: Any, timeout_s: float) -> FakeMatch:
         self.asked.append(len(hashes))
         assert self.answers.wait(20)
         if self.away:

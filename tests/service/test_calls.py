@@ -54,7 +54,7 @@ def client(daemon: DaemonProcess) -> Iterator[KVClient]:
 def test_a_match_leases_until_its_release_and_neither_takes_the_stream(
     daemon: DaemonProcess, client: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
     sent_before = session.sent_at
     found = client.match(HASHES, lease="mine")
@@ -66,7 +66,7 @@ def test_a_match_leases_until_its_release_and_neither_takes_the_stream(
 
 
 def test_a_load_of_blocks_that_are_all_there_does_not_take_the_stream(client: KVClient) -> None:
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
     sent_before = session.sent_at
     out = np.zeros((4, KV.block_bytes), np.uint8)
@@ -88,7 +88,7 @@ def test_a_load_with_a_block_that_is_missing_takes_the_stream_and_nothing_is_lea
 
 
 def test_a_small_store_from_a_region_does_not_take_the_stream(client: KVClient) -> None:
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
     more = chain(3, of=KV, seed=1)
     region = client.region(3 * KV.block_bytes)
@@ -106,7 +106,7 @@ def test_a_small_store_from_a_region_does_not_take_the_stream(client: KVClient) 
 def test_a_part_that_would_keep_others_waiting_is_referred_to_the_stream_and_not_taken_in(
     daemon: DaemonProcess, client: KVClient
 ) -> None:
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
     num_blocks = MAX_CALL_COPY_BYTES // KV.block_bytes + 1
     more = [BlockHash((1 + number).to_bytes(32, "big")) for number in range(num_blocks)]
@@ -114,8 +114,8 @@ def test_a_part_that_would_keep_others_waiting_is_referred_to_the_stream_and_not
     region.array[:] = np.arange(len(region.array)) % 251
     with client.store(more) as write:
         part = write._part(np.arange(num_blocks), write.parts[:], region.number, np.zeros((num_blocks, 2), np.int64))
-        asked = session.exchange.call(part.SerializeToString(), undo=bytes, deadline=time.monotonic() + DEADLINE_S)
-        assert asked is None
+        assert session.exchange.begin(part.SerializeToString())
+        assert session.exchange.finish(undo=bytes, deadline=time.monotonic() + DEADLINE_S) is None
         assert daemon.stats().counters.bytes_stored == 4 * KV.block_bytes
         write.put_blocks(region.array.reshape(num_blocks, -1))
     assert write.outcomes == [Outcome.STORED] * num_blocks

@@ -251,7 +251,7 @@ def test_clients_that_start_at_once_all_move_their_own_bytes(daemon: DaemonProce
 def test_on_one_host_clients_take_shared_memory(make_daemon: MakeDaemon, connect: Connect) -> None:
     """Covers: G3."""
     client = connect(make_daemon(ucx_device="lo"), KV, transport="auto")
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
     assert session.agent is None
 

@@ -223,7 +223,7 @@ def test_a_daemon_killed_in_mid_load_fails_it_and_the_next_session_has_another_n
     daemon = make_daemon(heartbeat_s=5.0)
     client = connect(daemon, KV)
     store(client, HASHES)
-    before = client._channel.current
+    before = client._link.channel.current
     assert before is not None
     target = np.zeros_like(DATA)
     loads = [client.load(HASHES, into=BlockRows(target)) for _ in range(4)]
@@ -238,7 +238,7 @@ def test_a_daemon_killed_in_mid_load_fails_it_and_the_next_session_has_another_n
             pass
     daemon.start()
     client.wait_ready(10)
-    after = client._channel.current
+    after = client._link.channel.current
     assert after is not None
     assert after.agent_name != before.agent_name
     assert store(client, HASHES) == [Outcome.STORED] * 4
@@ -260,7 +260,7 @@ def test_a_client_that_waits_for_its_regions_to_be_registered_is_not_taken_for_d
     peer.send(signal.SIGSTOP)
     told = {"region": 1, "size_bytes": 4096, "address": address, "metadata": bytes.fromhex(metadata)}
     stream.start(register_region=pb.RegisterRegion(**told))
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
 
     session.end(StoreUnavailable("its link was cut"))

@@ -6,14 +6,19 @@ from typing import assert_type
 import numpy as np
 
 from kvstore.hashing import chain
+from kvstore.placement import segments
 from kvstore.types import ByteArray
 from kvstore_client import (
     BlockHash,
     BlockRows,
     BootId,
     BreakerState,
+    Client,
     ClientOptions,
     ClientStatistics,
+    ClusterClient,
+    ClusterLoad,
+    ClusterWrite,
     KVClient,
     KVSpec,
     KVStoreError,
@@ -25,6 +30,7 @@ from kvstore_client import (
     Region,
     StoreUnavailable,
     Write,
+    connect,
 )
 
 spec = KVSpec.uniform(
@@ -78,6 +84,27 @@ try:
     client.wait_ready(1.0)
 except StoreUnavailable as error:
     assert_type(str(error), str)
+
+# Of one daemon or of several: the same calls.
+either = connect("kvstore://a:7311,b:7311,unix:/run/kvstore.sock", spec, options=ClientOptions(name="decode-1"))
+assert_type(either, Client)
+where = segments(hashes)
+with either, either.match(hashes[2:], segments=where[2:]) as found:
+    assert_type(found, Match)
+    assert_type(either.load(found, into=BlockRows(rows), segments=where[2:]), Load | ClusterLoad)
+    assert_type(either.load(hashes, view=True).wait(), LoadResult)
+with either.store(hashes[2:], parent=hashes[1], segments=where[2:]) as written:
+    assert_type(written, Write | ClusterWrite)
+    written.put(0, by_part[0], timeout_s=1.0)
+    assert_type(written.outcomes, list[Outcome])
+assert_type(either.region(1 << 20), Region)
+assert_type(either.prefetch(hashes), int)
+assert_type(either.verify(hashes), dict[int, KVStoreError])
+assert_type(either.statistics(), ClientStatistics)
+either.release("request-7")
+cluster = ClusterClient("kvstore://a:7311", spec)
+assert_type(cluster.connected, bool)
+assert_type(cluster.namespace, Namespace)
 
 # What must not pass: mypy reports an ignore that is not needed, so each line is a check.
 client.load(hashes, rows)  # type: ignore[call-arg]

@@ -32,10 +32,9 @@ class FakeRegion:
     """Memory that counts as registered in this session."""
 
     number = 5
-    refusal = None
 
     def __init__(self, session: "FakeSession", memory: ByteArray) -> None:
-        self.session = session
+        self.sessions = {session: None}
         self.array = memory
         self.address = memory.ctypes.data
         self.size_bytes = memory.size

@@ -159,7 +159,7 @@ def test_calls_without_answers_open_the_breaker_and_a_new_session_closes_it(
         client.match(HASHES)
     assert client.statistics().breaker is BreakerState.OPEN
     daemon.script = answer_all
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
     daemon.cut()
     assert session.ended.wait(5)
@@ -192,7 +192,7 @@ def test_a_stream_that_ends_fails_the_calls_that_wait_at_once(daemon: ScriptedDa
 def test_after_a_reconnect_the_boot_id_is_the_new_daemons(daemon: ScriptedDaemon, client: KVClient) -> None:
     """Covers: D10, D3."""
     assert client.boot_id == b"\1" * 16
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
     daemon.cut()
     assert session.ended.wait(5)
@@ -254,7 +254,7 @@ def test_a_daemon_that_is_silent_for_three_heartbeats_is_given_up(daemon: Script
     daemon.script = silent
     with KVClient(address, KV) as client:
         client.wait_ready(5)
-        session = client._channel.current
+        session = client._link.channel.current
         assert session is not None
         assert session.ended.wait(5)
         assert "silent" in str(session.why_ended())
@@ -271,7 +271,7 @@ def test_slabs_without_shared_memory_are_refused_with_what_to_do(daemon: Scripte
 
 def test_an_shm_socket_that_is_not_here_is_named(daemon: ScriptedDaemon, client: KVClient) -> None:
     """Covers: G3."""
-    session = client._channel.current
+    session = client._link.channel.current
     assert session is not None
     session.exchange._path = "/nowhere/kv.shm"
     with pytest.raises(Unsupported, match=r"/nowhere/kv\.shm.*run the client on the daemon's host"):

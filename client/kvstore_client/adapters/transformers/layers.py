@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from kvstore.placement import segments
 from kvstore.types import BlockHash, ByteArray, Outcome
-from kvstore_client.client import KVClient
-from kvstore_client.load import Load
+from kvstore_client.opening import AnyLoad, Client
 
 Tensor: TypeAlias = Any  # torch is optional, so its types are not known to the type checker
 OnLayer: TypeAlias = Callable[[int], None]
@@ -109,7 +109,7 @@ class Loading:
 
     def __init__(
         self,
-        load: Load,
+        load: AnyLoad,
         rows: Tensor,
         *,
         num_local: int,  # tokens of the first block that are local
@@ -135,7 +135,7 @@ class Saving:
 
     def __init__(
         self,
-        client: KVClient,
+        client: Client,
         pool: ThreadPoolExecutor,
         hashes: Sequence[BlockHash],
         first: int,
@@ -147,6 +147,7 @@ class Saving:
         self._first = first
         self._hashes = hashes[first:]
         self._parent = hashes[first - 1] if hashes[first:] and first else None
+        self._segments = segments(hashes)[first:]
         self._write: Any = None
         self._over = not self._hashes
         self._submit(self._reserve)
@@ -183,7 +184,7 @@ class Saving:
             return 0
 
     def _reserve(self) -> int:
-        self._write = self._client.store(self._hashes, parent=self._parent)
+        self._write = self._client.store(self._hashes, parent=self._parent, segments=self._segments)
         return 0
 
     def _put(self, layer: int, keys: Tensor, values: Tensor) -> int:

@@ -15,11 +15,11 @@ from transformers import DynamicCache
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.hashing import chain
-from kvstore.types import BlockHash
+from kvstore.placement import segments
+from kvstore.types import AnyArray, BlockHash
 from kvstore_client.adapters.transformers.layers import Loading, OnLayer, Saving, StoredLayer, Tensor
 from kvstore_client.adapters.transformers.spec import spec_for
-from kvstore_client.client import KVClient
-from kvstore_client.load import Load
+from kvstore_client.opening import AnyLoad, Client
 
 DEFAULT_TIMEOUT_S: Final = 5.0
 FOLLOW_TIMEOUT_S: Final = 60.0  # the writer's prefill has to end within it
@@ -49,7 +49,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        client: KVClient,
+        client: Client,
         model: Any,
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -214,10 +214,11 @@ class PrefixCache:
         """A load of the blocks that follow the local tokens, or end after them; `None`: there are none."""
         spec = self._client.spec
         first = num_local // spec.block_tokens
-        wanted = hashes[first : most_tokens // spec.block_tokens]
+        end = most_tokens // spec.block_tokens
+        wanted, where = hashes[first:end], segments(hashes)[first:end]
         deadline = time.monotonic() + (self._follow_timeout_s if follow else self._timeout_s)
         try:
-            opened = self._open(wanted, follow) if wanted else None
+            opened = self._open(wanted, where, follow) if wanted else None
         except KVStoreError as error:
             self._load_failed(error)
             opened = None
@@ -235,8 +236,8 @@ class PrefixCache:
                 on_loaded=on_loaded,
             )
 
-    def _open(self, hashes: list[BlockHash], follow: bool) -> tuple[Load, Tensor, int] | None:
-        with self._client.match(hashes, timeout_s=self._timeout_s) as match:
+    def _open(self, hashes: list[BlockHash], where: AnyArray, follow: bool) -> tuple[AnyLoad, Tensor, int] | None:
+        with self._client.match(hashes, segments=where, timeout_s=self._timeout_s) as match:
             num_followed = match.num_writing if follow else 0
             num_blocks = match.num_blocks + num_followed
             if not num_blocks:
@@ -247,7 +248,13 @@ class PrefixCache:
             # NumPy asks for huge pages: a quarter of the time for memory that was never touched.
             memory = np.empty(num_blocks * spec.block_bytes, np.uint8)
             rows = torch.from_numpy(memory).view(dtype).reshape(shape)
-            load = self._client.load(hashes[:num_blocks], into=list(rows), follow=follow, timeout_s=self._timeout_s)
+            load = self._client.load(
+                hashes[:num_blocks],
+                into=list(rows),
+                follow=follow,
+                segments=where[:num_blocks],
+                timeout_s=self._timeout_s,
+            )
             return load, rows, num_followed
 
     def _load_failed(self, error: KVStoreError) -> None:

@@ -27,7 +27,7 @@ from kvstore_client.adapters.vllm.planning import StepPlan
 from kvstore_client.adapters.vllm.scheduler import WORTH_TOKENS, SchedulerSide
 from kvstore_client.adapters.vllm.stats import KVStorePromMetrics, KVStoreStats
 from kvstore_client.adapters.vllm.worker import WorkerSide
-from kvstore_client.client import KVClient
+from kvstore_client.opening import Client, connect
 from kvstore_client.options import ClientOptions
 
 _log: Final = logging.getLogger("vllm.kvstore")
@@ -264,7 +264,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tenant=self._options.tenant,
         )
 
-    def _open_client(self, spec: KVSpec, side: str) -> KVClient:
+    def _open_client(self, spec: KVSpec, side: str) -> Client:
         options = self._options
         name = f"vllm-{self._kv_transfer_config.engine_id}-{side}"[:256]
         client_options = ClientOptions(
@@ -275,7 +275,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ucx_device=options.ucx_device,
             prefill_tokens_per_s=options.prefill_tokens_per_s,
         )
-        return KVClient(options.address, spec, options=client_options)
+        return connect(options.address, spec, options=client_options)
 
 
 def _isa(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -18,8 +18,7 @@ from kvstore_client.adapters.vllm.counters import Tally
 from kvstore_client.adapters.vllm.options import ConnectorOptions
 from kvstore_client.adapters.vllm.planning import LoadJob
 from kvstore_client.buffers import RowsLike
-from kvstore_client.client import KVClient
-from kvstore_client.load import Load
+from kvstore_client.opening import AnyLoad, Client
 
 MAX_BACKGROUND_LOADS: Final = 32  # at a time; further ones wait for their turn, within their time
 IDLE_WAIT_S: Final = 0.002  # an engine that waits for a load would take a core from it, by asking without pause
@@ -35,7 +34,7 @@ class _Running:
     deadline: float
     block_ids: dict[int, list[int]] = field(default_factory=dict)  # by layer: the engine's blocks that are filled
     targets: dict[int, RowsLike] = field(default_factory=dict)  # by layer: their rows
-    loads: dict[int, Load] = field(default_factory=dict)  # by layer; those that need the same blocks share one
+    loads: dict[int, AnyLoad] = field(default_factory=dict)  # by layer; those that need the same blocks share one
     num_good: int | None = None
 
 
@@ -74,7 +73,7 @@ class Loads:
         self._num_background = 0  # under way there
         self._failures_in_a_row = 0
 
-    def begin(self, client: KVClient | None, job: LoadJob) -> None:
+    def begin(self, client: Client | None, job: LoadJob) -> None:
         """The load is under way. One in the background takes no time of the caller."""
         timeout_s = self._options.follow_timeout_s if job.follow else self._options.load_timeout_s
         running = _Running(job, time.monotonic() + timeout_s)
@@ -132,7 +131,7 @@ class Loads:
         """No load is under way any more; those that were have failed."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _locate(self, client: KVClient | None, running: _Running) -> None:
+    def _locate(self, client: Client | None, running: _Running) -> None:
         """What each layer needs is under way."""
         job = running.job
         try:
@@ -145,6 +144,7 @@ class Loads:
                     running.targets[layer] = cache.target(running.block_ids[layer])
                 load = client.load(
                     [job.hashes[index] for index in needed],
+                    segments=None if job.segments is None else job.segments[list(needed)],
                     into={self._parts[layer]: running.targets[layer] for layer in layers},
                     parts=[self._parts[layer] for layer in layers],
                     follow=job.follow,
@@ -163,7 +163,7 @@ class Loads:
                 layers.setdefault(needs[cache.group], []).append(layer)
         return layers
 
-    def _run(self, client: KVClient | None, running: _Running) -> None:
+    def _run(self, client: Client | None, running: _Running) -> None:
         """On a thread of the pool: from the beginning to the end of one load in the background."""
         self._locate(client, running)
         self._ended(running)

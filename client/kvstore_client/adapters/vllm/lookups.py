@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.types import BlockHash
-from kvstore_client.client import KVClient
+from kvstore.types import AnyArray, BlockHash
 from kvstore_client.locate import Match
+from kvstore_client.opening import Client
 
 GLANCE_S: Final = 0.001  # the longest that the scheduler is held up by one question
 NUM_THREADS: Final = 4
@@ -30,10 +30,18 @@ class Answer:
 class Lookup:
     """One question under way, or its answer. It holds a lease on what was found, until `release`."""
 
-    def __init__(self, client: KVClient, hashes: Sequence[BlockHash], pool: ThreadPoolExecutor, *, timeout_s: float):
+    def __init__(
+        self,
+        client: Client,
+        hashes: Sequence[BlockHash],
+        segments: AnyArray,
+        pool: ThreadPoolExecutor,
+        *,
+        timeout_s: float,
+    ) -> None:
         self.num_asked = len(hashes)
         self._deadline = time.monotonic() + timeout_s
-        self._future: Future[Match] = pool.submit(self._ask, client, hashes)
+        self._future: Future[Match] = pool.submit(self._ask, client, hashes, segments)
 
     def glance(self) -> Answer | None:
         """The answer; None: ask later."""
@@ -50,8 +58,8 @@ class Lookup:
         """What was found, or will be, is not held any more. Never waits; idempotent."""
         self._future.add_done_callback(_give_back)
 
-    def _ask(self, client: KVClient, hashes: Sequence[BlockHash]) -> Match:
-        return client.match(hashes, timeout_s=max(0.001, self._deadline - time.monotonic()))
+    def _ask(self, client: Client, hashes: Sequence[BlockHash], segments: AnyArray) -> Match:
+        return client.match(hashes, segments=segments, timeout_s=max(0.001, self._deadline - time.monotonic()))
 
 
 def _give_back(found: "Future[Match]") -> None:

@@ -26,7 +26,7 @@ class ConnectorOptions:
     Raises: InvalidRequest, if a value is out of its bounds; it names the option.
     """
 
-    address: str  # of the daemon: "unix:/path/kvstore.sock", or "host:port"
+    address: str  # "unix:/path/kvstore.sock" or "host:port" of a daemon, or "kvstore://..." of a store of several
     token: str = ""
     tenant: str = "default"
     revision: str = ""  # of the weights; empty: the hub commit, or a digest of the model's files

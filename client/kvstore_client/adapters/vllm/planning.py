@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvstore.types import BlockHash
+from kvstore.types import AnyArray, BlockHash
 from kvstore_client.adapters.vllm.groups import NULL_BLOCK
 from kvstore_client.adapters.vllm.identity import Identity
 from kvstore_client.adapters.vllm.options import Granularity
@@ -18,6 +18,7 @@ class LoadJob:
     block_ids: tuple[tuple[int, ...], ...]  # by group, one for each hash; the null block: not needed there
     within_forward: bool  # the step's forward pass needs them, layer by layer; else the request waits for all
     follow: bool  # some may still be being written
+    segments: AnyArray | None = field(default=None, compare=False)  # of the blocks; None: they begin a chain
 
     def needed(self, group: int) -> tuple[int, ...]:
         """Which of the blocks this group needs, by index: those that its window has not left."""
@@ -34,6 +35,7 @@ class SaveJob:
     block_ids: tuple[tuple[int, ...], ...]  # by group, one for each hash
     parent: BlockHash | None  # the block before the first; None: it starts a chain
     by_layer: bool  # as each layer is computed; else at the end of the step
+    segments: AnyArray | None = field(default=None, compare=False)  # of the blocks; None: they begin a chain
 
 
 @dataclass(frozen=True, slots=True)

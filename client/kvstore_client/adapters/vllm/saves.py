@@ -16,8 +16,7 @@ from kvstore_client.adapters.vllm.caches import LayerCache
 from kvstore_client.adapters.vllm.counters import Tally
 from kvstore_client.adapters.vllm.options import ConnectorOptions
 from kvstore_client.adapters.vllm.planning import SaveJob
-from kvstore_client.client import KVClient
-from kvstore_client.write import Write
+from kvstore_client.opening import AnyWrite, Client
 
 _log: Final = logging.getLogger("vllm.kvstore")
 
@@ -25,11 +24,11 @@ _log: Final = logging.getLogger("vllm.kvstore")
 class _Save:
     """One save: its reservation under way, then its write; `over` when nothing more is to be put."""
 
-    def __init__(self, job: SaveJob, reserving: "Future[Write]", deadline: float) -> None:
+    def __init__(self, job: SaveJob, reserving: "Future[AnyWrite]", deadline: float) -> None:
         self.job = job
         self.reserving = reserving
         self.deadline = deadline  # of the reservation
-        self.write: Write | None = None
+        self.write: AnyWrite | None = None
         self.next_layer = 0
         self.over = False
 
@@ -47,15 +46,13 @@ class Saves:
         self._open: list[_Save] = []  # of this step
         self._failures_in_a_row = 0
 
-    def begin_step(self, client: KVClient, jobs: Sequence[SaveJob]) -> None:
+    def begin_step(self, client: Client, jobs: Sequence[SaveJob]) -> None:
         """Reservations for this step's saves are under way."""
         self._abandon()
         for job in jobs:
             self._tally.add("saves")
             deadline = time.monotonic() + self._options.timeout_s
-            reserving = self._reservations.submit(
-                client.store, job.hashes, parent=job.parent, parts=self._parts, timeout_s=self._options.timeout_s
-            )
+            reserving = self._reservations.submit(self._reserve, client, job)
             self._open.append(_Save(job, reserving, deadline))
 
     def layer_computed(self, layer: int) -> None:
@@ -81,6 +78,16 @@ class Saves:
         self._reservations.shutdown(wait=True, cancel_futures=True)
         self._commits.shutdown(wait=True)
 
+    def _reserve(self, client: Client, job: SaveJob) -> AnyWrite:
+        """On the reserving thread."""
+        return client.store(
+            job.hashes,
+            parent=job.parent,
+            parts=self._parts,
+            segments=job.segments,
+            timeout_s=self._options.timeout_s,
+        )
+
     def _put(self, save: _Save, layer: int) -> None:
         save.next_layer = layer + 1
         if save.over:
@@ -95,7 +102,7 @@ class Saves:
         except Exception as error:
             self._give_up(save, error)
 
-    def _commit(self, save: _Save, write: Write) -> None:
+    def _commit(self, save: _Save, write: AnyWrite) -> None:
         """On the committing thread."""
         reserved = set(write.new_blocks)
         try:
@@ -129,7 +136,7 @@ class Saves:
             save.reserving.add_done_callback(self._abort)
         self._open = []
 
-    def _abort(self, reserving: "Future[Write]") -> None:
+    def _abort(self, reserving: "Future[AnyWrite]") -> None:
         """The write, if there is one, is given up, and nobody waits for that."""
         if not reserving.cancelled() and reserving.exception() is None:
             try:

@@ -16,14 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from kvstore.types import BlockHash
+from kvstore.placement import SEGMENT_BLOCKS, segments_from
+from kvstore.types import AnyArray, BlockHash
 from kvstore_client.adapters.vllm.counters import Tally
 from kvstore_client.adapters.vllm.identity import Identity, adapter_digest, with_adapter
 from kvstore_client.adapters.vllm.lookups import Lookup, Waits, lookup_pool
 from kvstore_client.adapters.vllm.options import ConnectorOptions, Granularity
 from kvstore_client.adapters.vllm.planning import LoadJob, Saved, SaveJob, StepPlan, saves_by_layer
 from kvstore_client.breaker import BreakerState
-from kvstore_client.client import KVClient
+from kvstore_client.opening import Client
 
 Tables: TypeAlias = Sequence[Sequence[int]]  # the engine's blocks of one request, by KV cache group
 TablesOf: TypeAlias = Callable[[str], Tables | None]
@@ -62,7 +63,7 @@ class SchedulerSide:
         has_windows: bool,  # some layers do not keep all tokens
         saves: bool,  # this instance writes to the store
         loads: bool,  # it reads from it
-        open_client: Callable[[Identity], KVClient],
+        open_client: Callable[[Identity], Client],
     ) -> None:
         self.tally = Tally()
         self._options, self._block_tokens = options, block_tokens
@@ -143,6 +144,7 @@ class SchedulerSide:
             block_ids=tuple(tuple(table[begin:end]) for table in tables),
             within_forward=not self._options.async_load,
             follow=end - begin > num_stored,
+            segments=self._segments(state, begin, end),
         )
         state.loading = job
         if begin == 0:
@@ -216,11 +218,19 @@ class SchedulerSide:
         hashes: list[BlockHash] = state.request.block_hashes[begin:end]
         return hashes if state.adapter is None else with_adapter(hashes, state.adapter)
 
+    def _segments(self, state: _Request, begin: int, end: int) -> AnyArray:
+        """Of these blocks, which the store places by them."""
+        first = begin // SEGMENT_BLOCKS * SEGMENT_BLOCKS
+        heads: list[BlockHash] = state.request.block_hashes[first:end:SEGMENT_BLOCKS]
+        named = heads if state.adapter is None else with_adapter(heads, state.adapter)
+        return segments_from(named)[begin - first : end - first]
+
     def _ask(self, state: _Request, first: int, hashes: list[BlockHash]) -> None:
         self._drop_lookup(state)
         self.tally.add("lookups")
         state.first = first
-        state.lookup = Lookup(self._client, hashes, self._pool, timeout_s=self._options.timeout_s)
+        where = self._segments(state, first, first + len(hashes))
+        state.lookup = Lookup(self._client, hashes, where, self._pool, timeout_s=self._options.timeout_s)
 
     def _paused(self) -> bool:
         """Whether to ask is idle, since the store has not answered. Once in a while it is not."""
@@ -263,6 +273,7 @@ class SchedulerSide:
             by_layer=saves_by_layer(
                 self._options.granularity, num_scheduled_tokens=num_tokens, worth_tokens=WORTH_TOKENS
             ),
+            segments=self._segments(state, begin, end),
         )
 
     def _adapter(self, folder: str) -> bytes | None:

@@ -14,7 +14,7 @@ from kvstore_client.adapters.vllm.loads import LoadResults, Loads
 from kvstore_client.adapters.vllm.options import ConnectorOptions
 from kvstore_client.adapters.vllm.planning import StepPlan
 from kvstore_client.adapters.vllm.saves import Saves
-from kvstore_client.client import KVClient
+from kvstore_client.opening import Client
 
 _log: Final = logging.getLogger("vllm.kvstore")
 
@@ -29,13 +29,13 @@ class WorkerSide:
         rank: int,  # whose parts these are; ranks that hold the same piece share a number
         saves: bool,  # False: another rank saves that piece
         spec_for: Callable[[Identity], KVSpec],
-        open_client: Callable[[KVSpec], KVClient],
+        open_client: Callable[[KVSpec], Client],
     ) -> None:
         self.tally = Tally()
         self._options, self._rank, self._may_save = options, rank, saves
         self._spec_for, self._open_client = spec_for, open_client
         self._identity: Identity | None = None
-        self._client: KVClient | None = None
+        self._client: Client | None = None
         self._layer_of: dict[str, int] = {}
         self._loads: Loads | None = None
         self._saves: Saves | None = None

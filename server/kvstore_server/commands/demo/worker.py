@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from kvstore_client import ClientOptions, KVClient
+from kvstore_client import ClientOptions, connect
 from kvstore_server.commands.demo.handbook import FIRST_QUESTION, HANDBOOK, INSTRUCTION
 
 READY_TIMEOUT_S = 30.0
@@ -67,7 +67,7 @@ class Engine:
         with torch.no_grad():
             self._model(torch.ones(1, 8, dtype=torch.long))
         spec = spec_for(self._model, revision=revision_digest(folder))
-        self._client = KVClient(address, spec, options=ClientOptions(name=f"demo/{name}", transport=transport))
+        self._client = connect(address, spec, options=ClientOptions(name=f"demo/{name}", transport=transport))
         self._client.wait_ready(READY_TIMEOUT_S)
         self._prefixes = PrefixCache(self._client, self._model)
 
