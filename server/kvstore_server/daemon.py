@@ -30,6 +30,7 @@ from kvstore_server.admin import AdminService, Journal
 from kvstore_server.beside import TiersBeside
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
+from kvstore_server.escort import keep_courier
 from kvstore_server.expiry import Expiry
 from kvstore_server.gaps import LoopGaps
 from kvstore_server.members import Members
@@ -151,6 +152,8 @@ class Daemon:
         expiry = Expiry(self.store, ttl_s=self.settings.ttl_s, clock=time.monotonic)
         self._expiry = asyncio.create_task(expiry.run())
         self._striking = asyncio.create_task(self._gaps.run())
+        if self._members is not None:
+            self._courier = asyncio.create_task(keep_courier(self.addresses[0], self.settings))
         self._prefault = threading.Thread(target=self._take_memory, name="kvstore-prefault", daemon=True)
         if self.settings.prefault:
             self._prefault.start()
@@ -162,6 +165,8 @@ class Daemon:
         self.service.drain()
         await self._health.enter_graceful_shutdown()
         if self._members is not None:
+            self._courier.cancel()
+            await asyncio.gather(self._courier, return_exceptions=True)
             await self._members.leave()
         self._admin.close()
         self._stop_prefault.set()
