@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -39,6 +40,7 @@ from kvstore_server.logs import configure_logs
 
 TIMEOUT_S: Final = 10.0
 RETRY_S: Final = 10.0  # after something could not be copied
+PAUSE_S: Final = 1.0  # after the daemon's events broke off
 MAX_ROUNDS: Final = 10  # of a hand-over, which begins again when the members change
 RUN_BLOCKS: Final = 64
 RUN_BYTES: Final = 16 << 20
@@ -269,7 +271,11 @@ def main() -> None:
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     with Courier(told["address"], node=told["node"], token=told["token"]) as courier:
         while True:
-            courier.run()
+            try:
+                courier.run()
+            except KVStoreError as error:  # it fell behind, say
+                log.warning("courier: begins again", why=str(error))
+                time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":
