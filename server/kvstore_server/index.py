@@ -63,10 +63,10 @@ class Index:
         """Rows of the longest stored prefix, and how many blocks right after it are being written."""
         rows = self.find(hashes)
         states = self.states(rows)
-        num_stored = _leading(states >= State.COMMITTED)
+        num_stored = leading(states >= State.COMMITTED)
         if num_stored == len(rows):
             return rows, 0
-        return rows[:num_stored], _leading(states[num_stored:] == State.WRITING)
+        return rows[:num_stored], leading(states[num_stored:] == State.WRITING)
 
     def row(self, block_hash: BlockHash) -> int:
         """The row of one block, NONE if it is not known."""
@@ -103,7 +103,7 @@ class Index:
 
     def num_warm(self, rows: IntArray) -> int:
         """How many of these stored blocks lead that are in memory or on their way there."""
-        return _leading(self._columns.state.take(rows) != State.COLD)
+        return leading(self._columns.state.take(rows) != State.COLD)
 
     def beside(self, tier: Beside) -> Level:
         return self.gpu if tier == "gpu" else self.disk
@@ -406,7 +406,7 @@ class Index:
         assert (self.held(holes) | (columns.children[holes] > 0)).all(), "a hole that nothing holds was kept"
 
 
-def _leading(flags: AnyArray) -> int:
+def leading(flags: AnyArray) -> int:
     """How many of the flags are set before the first that is not."""
     if not len(flags):
         return 0
