@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvstore.types import HashArray, IntArray
+from kvstore.types import IntArray
 from kvstore_server.level import Level, State
 from kvstore_server.tiers.slab import SlabArena
 from kvstore_server.values import Space
@@ -30,13 +30,15 @@ class Uses:
         rows = rows[index.states(rows) >= State.COMMITTED]
         return cls(space, rows, index.stamps.of(rows))
 
-    def hashes(self, chosen: IntArray) -> HashArray:
-        """Of some of these blocks, by position, those that were neither used since nor forgotten, in order."""
+    def unchanged(self, chosen: IntArray) -> IntArray:
+        """Rows of those of these blocks, by position, that were neither used since nor forgotten, in order."""
         index = self.space.index
         rows = self.rows[chosen]
         # A tick is one use of one block, so a row with the same one holds the same block.
-        same = (index.states(rows) >= State.COMMITTED) & (index.stamps.of(rows) == self.stamps[chosen])
-        return index.hashes_of(rows[same])
+        unchanged: IntArray = rows[
+            (index.states(rows) >= State.COMMITTED) & (index.stamps.of(rows) == self.stamps[chosen])
+        ]
+        return unchanged
 
 
 def level_of(space: Space, lowest: Lowest) -> Level:

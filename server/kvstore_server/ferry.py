@@ -7,13 +7,15 @@ What it cannot keep up with is evicted uncopied. Where it fails, the store goes 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import structlog
 
-from kvstore.hashing import pack, unpack
-from kvstore.types import AnyArray, BlockHash, HashArray, IntArray
+from kvstore.hashing import unpack
+from kvstore.types import AnyArray, BlockHash, HashArray, IntArray, Namespace
 from kvstore_server.cold import Lowest, Uses, coldest, filled_share
 from kvstore_server.level import State
 from kvstore_server.seek import Seeker
@@ -32,6 +34,19 @@ log = structlog.get_logger()
 
 LOOKS: Final = 64  # for cold blocks, while as much is stored as the lowest tier holds: a look reads every row
 ROUND_BYTES: Final = 256 << 20  # copied between two looks
+
+Block = tuple[Namespace, BlockHash]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Blocks to copy: cold ones, the coldest first, and then what comes before them in their chains, the last first.
+
+    A host that starts empty finds a chain only from its beginning. But what is not cold can wait.
+    """
+
+    cold: list[Block]
+    heads: list[Block]
 
 
 class Ferry:
@@ -93,7 +108,9 @@ class Ferry:
                 break
             except RemoteFailed:
                 pass  # the tier has told
-        await asyncio.gather(self._seeker.run(), self._copy_cold())
+        async with asyncio.TaskGroup() as workers:  # which ends when all have; a gather does not
+            workers.create_task(self._seeker.run())
+            workers.create_task(self._copy_cold())
 
     async def settle(self) -> None:
         """What was asked for was fetched or is not there, and no look is due."""
@@ -105,18 +122,19 @@ class Ferry:
             await self._work.wait()
             self._work.clear()
             try:
-                while waiting := await self._look():
-                    await asyncio.gather(*(self._copy_from(waiting) for _ in range(self._at_once)))
+                while (found := await self._look()).cold:
+                    await self._copy_all(found.cold)
+                    await self._copy_all(found.heads)
             except Exception:  # or nothing would ever be copied again
                 log.exception("copy failed: this is a bug of the store")
             if not self._work.is_set():
                 self._idle.set()
 
-    async def _look(self) -> deque[tuple[Space, BlockHash]]:
+    async def _look(self) -> Found:
         """The coldest blocks that no look found before, as many as are copied before the next."""
         lowest = self._lowest
         uses = [Uses.of(space, lowest) for space in self._store.spaces.values()]
-        found, self._looked_until = await in_thread(
+        chosen, self._looked_until = await in_thread(
             coldest,
             uses,
             filled=filled_share(self._arenas),
@@ -124,9 +142,16 @@ class Ferry:
             after=self._looked_until,
             most_bytes=ROUND_BYTES,
         )
-        return deque(
-            (one.space, BlockHash(block_hash)) for one, chosen in found for block_hash in one.hashes(chosen).tolist()
-        )
+        runs = [(one.space, one.unchanged(positions)) for one, positions in chosen]
+        cold = [block for space, rows in runs for block in _blocks(space, rows)]
+        known, heads = set(cold), dict[Block, None]()
+        for space, rows in runs:
+            parents = zip(rows.tolist(), space.index.parent_hashes(rows).tolist(), strict=True)
+            for row in [row for row, parent in parents if (space.namespace, parent) not in known]:
+                before = space.index.before(row)
+                heads |= dict.fromkeys(_blocks(space, before[::-1]))
+                self.tier.use(space.namespace, [block_hash for _, block_hash in _blocks(space, before)])
+        return Found(cold, list(heads))
 
     @property
     def _lowest(self) -> Lowest:
@@ -140,39 +165,46 @@ class Ferry:
 
     # Copying.
 
-    async def _copy_from(self, waiting: deque[tuple[Space, BlockHash]]) -> None:
+    async def _copy_all(self, blocks: Sequence[Block]) -> None:
+        """Each of the blocks that is still here was copied, or could not be."""
+        waiting = deque(blocks)
+        async with asyncio.TaskGroup() as copies:
+            for _ in range(self._at_once):
+                copies.create_task(self._copy_from(waiting))
+
+    async def _copy_from(self, waiting: deque[Block]) -> None:
         """One block after the other, until none waits. During an outage they wait, and one is tried now and then."""
         while waiting:
             await self.tier.until_writable()
             if not waiting:
                 return
-            space, block_hash = waiting.popleft()
+            block = waiting.popleft()
             try:
-                await self._copy(space, block_hash)
+                await self._copy(*block)
             except NotAsked:
-                waiting.appendleft((space, block_hash))
+                waiting.appendleft(block)
 
-    async def _copy(self, space: Space, block_hash: BlockHash) -> None:
-        """The block is in the remote tier, if it is still here, and it is not known to be there."""
-        if self.tier.holds(space.namespace, block_hash):
-            await asyncio.sleep(0)  # after a restart many are, and others want a turn
+    async def _copy(self, namespace: Namespace, block_hash: BlockHash) -> None:
+        """The block, if it is still here, is in the remote tier, if that can be. Raises: NotAsked."""
+        space = self._store.spaces.get(namespace)
+        if space is None or self.tier.holds(namespace, block_hash):
+            await asyncio.sleep(0)  # after a restart there are many of these, and others want a turn
             return
-        one = unpack(pack([block_hash]))
-        row = space.index.find(one)
+        row = space.index.find(one := unpack(block_hash))
         if space.index.states(row)[0] < State.COMMITTED:
-            return  # gone meanwhile
+            return  # gone meanwhile, or a hole
         parent = space.index.parent_hashes(row)
         parcel = Parcel(self.tier.layout(space.spec))
-        space.index.lease(row)  # so that its slot stays its own; if it is lost all the same, the checksums tell
-        try:
-            checksums = await self._take(space, row, parcel)
-        finally:
-            space.index.unlease(row)
+        checksums = await self._take(space, row, parcel)
         if checksums is not None:
             await self.tier.write(space.spec, block_hash, parcel.seal(one, parent=parent, checksums=checksums))
 
     async def _take(self, space: Space, row: IntArray, parcel: Parcel) -> AnyArray | None:
-        """The bytes of this block, which is leased, are in the parcel, compared; its checksums, None if it is lost."""
+        """The bytes of this block are in the parcel, compared; its checksums, None if it went meanwhile.
+
+        It is not leased: the coldest blocks are the next to be evicted, and a store would find no room. So its slot may
+        be another's while it is read, which its checksums tell.
+        """
         spec, index, memory = space.spec, space.index, self._store.tier
         if index.states(row)[0] == State.COMMITTED:
             slot = index.memory.slots(row)
@@ -190,3 +222,7 @@ class Ferry:
             addresses=np.array([parcel.address]),
         )
         return read[0] if good[0] else None
+
+
+def _blocks(space: Space, rows: IntArray) -> list[Block]:
+    return [(space.namespace, BlockHash(block_hash)) for block_hash in space.index.hashes_of(rows).tolist()]

@@ -97,6 +97,16 @@ class Index:
         hashes[parents == NONE] = b""
         return hashes
 
+    def before(self, row: int) -> IntArray:
+        """The rows that come before this one, from the start of its chain."""
+        before = []
+        parent_at = self._columns.parent_at
+        row = parent_at[row]
+        while row != NONE:
+            before.append(row)
+            row = parent_at[row]
+        return np.array(before[::-1], np.int64)
+
     def stored(self) -> IntArray:
         """Rows of all blocks that a match counts."""
         return np.flatnonzero(self._columns.state >= State.COMMITTED)
@@ -261,14 +271,7 @@ class Index:
 
     def touch(self, rows: IntArray) -> None:
         """These blocks, a run of a chain, and all that come before them were just used."""
-        before = []
-        parent_at = self._columns.parent_at
-        row = parent_at[int(rows[0])]
-        while row != NONE:
-            before.append(row)
-            row = parent_at[row]
-        if before:
-            rows = np.concatenate([np.array(before[::-1], np.int64), rows])
+        rows = np.concatenate([self.before(int(rows[0])), rows])
         if self._uses is None:
             self.stamps.touch(rows)
             return

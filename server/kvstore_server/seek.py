@@ -97,6 +97,7 @@ class Seeker:
             return  # fewer than are worth it, since chains are written as a whole
         most = self._store.tier.arena.capacity_bytes // MEMORY_SHARE // space.spec.block_bytes
         end = min(first + missing, first + max(1, most))
+        self._tier.use(space.namespace, ask.hashes[:end].tolist())
         for begin in range(first, end, self._at_once):
             positions = range(begin, min(end, begin + self._at_once))
             reads = [self._tier.read(space.spec, _hash(ask.hashes, position)) for position in positions]

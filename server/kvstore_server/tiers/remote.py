@@ -5,7 +5,7 @@ is asked has a timeout, and at most so many requests are under way. Runs on the 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -112,10 +112,13 @@ class RemoteTier:
             await self._delete_oldest(0)
 
     def holds(self, namespace: Namespace, block_hash: BlockHash) -> bool:
-        """Whether the block is known to have been written; if so, it counts as just used."""
-        key = block_key(namespace, block_hash)
-        self._ledger.use(key)
-        return key in self._ledger
+        """Whether the block is known to have been written."""
+        return block_key(namespace, block_hash) in self._ledger
+
+    def use(self, namespace: Namespace, chain: Sequence[BlockHash]) -> None:
+        """Those of a chain, from its start, that are there were just used; its end will be the first to go."""
+        for block_hash in reversed(chain):
+            self._ledger.use(block_key(namespace, block_hash))
 
     async def write(self, spec: KVSpec, block_hash: BlockHash, data: memoryview) -> bool:
         """The block's object, sealed, is there; False, and it is counted, if not. Older objects make room for it.
@@ -164,7 +167,6 @@ class RemoteTier:
             self._ledger.remove(key)  # so that it is written over when it is cold again
             log.error("remote tier: an object is not its block, and is not used", object=name_of(key), wrong=found)
             return None
-        self._ledger.use(key)
         return found
 
     def statistics(self) -> TierStatistics:
