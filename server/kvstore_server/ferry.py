@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,7 +15,7 @@ import structlog
 
 from kvstore.hashing import unpack
 from kvstore.types import AnyArray, BlockHash, HashArray, IntArray, Namespace
-from kvstore_server.cold import Lowest, Uses, coldest, filled_share
+from kvstore_server.cold import Lowest, Told, coldest, filled_share
 from kvstore_server.level import State
 from kvstore_server.seek import Seeker
 from kvstore_server.store import Store
@@ -36,17 +35,6 @@ LOOKS: Final = 64  # for cold blocks, while as much is stored as the lowest tier
 ROUND_BYTES: Final = 256 << 20  # copied between two looks
 
 Block = tuple[Namespace, BlockHash]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Blocks to copy: cold ones, the coldest first, and then what comes before them in their chains, the last first.
-
-    A host that starts empty finds a chain only from its beginning. But what is not cold can wait.
-    """
-
-    cold: list[Block]
-    heads: list[Block]
 
 
 class Ferry:
@@ -69,7 +57,9 @@ class Ferry:
         self._watermarks = watermarks
         self._at_once = at_once
         self._seeker = Seeker(store, tier, at_once=at_once, min_blocks=min_blocks, clock=time.monotonic)
-        self._looked_until = 0  # blocks last used until this tick were copied, or could not be
+        self._told = Told()  # of these each was copied, or could not be
+        # What comes before cold blocks in their chains: a host that starts empty finds a chain from its beginning only.
+        self._heads: dict[Block, None] = {}
         self._bytes_to_look = 0
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
@@ -122,36 +112,41 @@ class Ferry:
             await self._work.wait()
             self._work.clear()
             try:
-                while (found := await self._look()).cold:
-                    await self._copy_all(found.cold)
-                    await self._copy_all(found.heads)
+                while cold := await self._look():
+                    await self._copy_all(cold)
+                while self._heads and not self._work.is_set():  # what is cold by now comes before them
+                    await self._copy_all(
+                        [self._heads.popitem()[0] for _ in range(min(self._at_once, len(self._heads)))]
+                    )
             except Exception:  # or nothing would ever be copied again
                 log.exception("copy failed: this is a bug of the store")
             if not self._work.is_set():
                 self._idle.set()
 
-    async def _look(self) -> Found:
-        """The coldest blocks that no look found before, as many as are copied before the next."""
+    async def _look(self) -> list[Block]:
+        """The coldest blocks that no look found before, as many as are copied before the next; their heads wait."""
         lowest = self._lowest
-        uses = [Uses.of(space, lowest) for space in self._store.spaces.values()]
-        chosen, self._looked_until = await in_thread(
+        uses = [self._told.uses(space, lowest) for space in self._store.spaces.values()]
+        chosen = await in_thread(
             coldest,
             uses,
             filled=filled_share(self._arenas),
             watermarks=self._watermarks,
-            after=self._looked_until,
             most_bytes=ROUND_BYTES,
         )
+        for one, positions in chosen:
+            self._told.note(one, positions)
         runs = [(one.space, one.unchanged(positions)) for one, positions in chosen]
         cold = [block for space, rows in runs for block in _blocks(space, rows)]
-        known, heads = set(cold), dict[Block, None]()
+        known = set(cold)
         for space, rows in runs:
             parents = zip(rows.tolist(), space.index.parent_hashes(rows).tolist(), strict=True)
             for row in [row for row, parent in parents if (space.namespace, parent) not in known]:
                 before = space.index.before(row)
-                heads |= dict.fromkeys(_blocks(space, before[::-1]))
-                self.tier.use(space.namespace, [block_hash for _, block_hash in _blocks(space, before)])
-        return Found(cold, list(heads))
+                heads = _blocks(space, before)  # the last of them is copied first
+                self._heads |= dict.fromkeys(heads)
+                self.tier.use(space.namespace, [block_hash for _, block_hash in heads])
+        return cold
 
     @property
     def _lowest(self) -> Lowest:

@@ -175,7 +175,7 @@ def test_a_scrape_says_what_the_daemon_says(make_daemon: MakeDaemon, connect: Co
 
 
 def test_the_page_lists_exactly_the_series_of_a_daemon(make_daemon: MakeDaemon, port: int, tmp_path: Path) -> None:
-    make_daemon(metrics_port=port, disk_path=tmp_path / "disk", **SMALL)
+    make_daemon(metrics_port=port, disk_path=tmp_path / "disk", remote_url=f"file://{tmp_path}/remote", **SMALL)
     exported = {
         (sample.name, ", ".join(sorted(sample.labels)), family.type, family.documentation)
         for family in families(port)

@@ -1,5 +1,6 @@
 """A daemon whose cold blocks go to a directory, an S3 server or a Redis: they come back, or are a miss."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ pytest.importorskip("redis", reason="redis is not installed: pip install 'kvstor
 KV = spec(layers=2, bytes_per_part=8192)
 OBJECT_BYTES = object_bytes(RecordLayout.of(KV))
 CHAINS = [chain(40, of=KV, seed=seed) for seed in range(5)]
-KEPT = 40  # blocks of which memory need not let go yet: 0.6 of it, and one
+KEPT = 40  # the blocks used last, a bit more than 0.6 of the 60 of memory: these are not cold
 SIZES = {name: SMALL[name] for name in ("cpu_capacity", "slab_bytes")}
 
 
@@ -30,12 +31,18 @@ class Place:
     """Where the daemon's objects are: its URL, the server if there is one, and a way past the daemon to them."""
 
     def __init__(
-        self, url: str, server: Server | None, get: Callable[[str], bytes], put: Callable[[str, bytes], None]
+        self, url: str, server: Server | None, get: Callable[[str], bytes], put: Callable[[str, bytes], object]
     ) -> None:
         self.url = url
         self.server = server
         self.get = get
         self.put = put
+
+    def has(self, name: str) -> bool:
+        try:
+            return bool(self.get(name))
+        except FileNotFoundError:
+            return False
 
 
 def directory(folder: Path) -> Place:
@@ -44,7 +51,7 @@ def directory(folder: Path) -> Place:
         f"file://{path}",
         None,
         lambda name: (path / name).read_bytes(),
-        lambda name, data: (path / name).write_bytes(data) and None,
+        lambda name, data: (path / name).write_bytes(data),
     )
 
 
@@ -57,19 +64,19 @@ def bucket(server: Server) -> Place:
         f"s3://{BUCKET}/prefix",
         server,
         lambda name: bytes(obstore.get(store, name).bytes()),
-        lambda name, data: obstore.put(store, name, data) and None,
+        lambda name, data: obstore.put(store, name, data),
     )
 
 
-def database(server: Server) -> Place:
+def database(server: Server, number: int = 2) -> Place:
     import redis
 
-    client = redis.Redis(port=server.port, db=2)
+    client = redis.Redis(port=server.port, db=number)
     return Place(
-        f"redis://127.0.0.1:{server.port}/2/prefix",
+        f"redis://127.0.0.1:{server.port}/{number}/prefix",
         server,
-        lambda name: bytes(client.get(f"prefix/{name}")),  # type: ignore[arg-type]
-        lambda name, data: client.set(f"prefix/{name}", data) and None,
+        lambda name: bytes(client.get(f"prefix/{name}") or b""),
+        lambda name, data: client.set(f"prefix/{name}", data),
     )
 
 
@@ -92,7 +99,7 @@ on_servers = pytest.mark.parametrize("place", ["s3", "redis"], indirect=True)
 
 @pytest.fixture
 def serve(make_daemon: MakeDaemon, place: Place, tmp_path: Path) -> Callable[..., DaemonProcess]:
-    """A daemon with memory for 64 blocks, and this place."""
+    """A daemon with memory for 60 blocks, and this place."""
     config = tmp_path / "kvstore.toml"
     config.write_text("remote_min_blocks = 4\nremote_requests = 4\n")
 
@@ -123,16 +130,22 @@ def store_piecewise(client: KVClient, hashes: Sequence[BlockHash], then: Callabl
         before = piece[-1]
 
 
-def store_and_copy(daemon: DaemonProcess, client: KVClient, chains: Sequence[list[BlockHash]], stored: int = 0) -> None:
-    """These were stored after `stored` others, each piece once what is cold had been copied. So none is lost."""
+def store_and_copy(place: Place, client: KVClient, chains: Sequence[list[BlockHash]]) -> None:
+    """These were stored, each piece once all that it may evict had been copied. So nothing is lost."""
+    copied: set[BlockHash] = set()
+    for number, hashes in enumerate(chains):
+        length = 0
 
-    def wait(more: int) -> None:
-        nonlocal stored
-        stored += more
-        if stored > KEPT + 10:
-            eventually(lambda: used_there(daemon) >= stored - KEPT, f"all but {KEPT} of {stored} blocks were copied")
+        def wait(more: int, number: int = number) -> None:
+            nonlocal length
+            length += more
+            old = [block_hash for chain in chains[: max(0, number - 1)] for block_hash in chain]
+            old += chains[number - 1][KEPT - length :] if number else []
+            for block_hash in old:
+                if block_hash not in copied:
+                    eventually(lambda block_hash=block_hash: place.has(name(block_hash)), "what is old was copied")
+                    copied.add(block_hash)
 
-    for hashes in chains:
         store_piecewise(client, hashes, wait)
 
 
@@ -148,13 +161,13 @@ def check_comes_back(client: KVClient, hashes: Sequence[BlockHash]) -> None:
 
 @everywhere
 def test_what_memory_let_go_of_comes_back_bit_exact_also_after_kill_9(
-    serve: Callable[..., DaemonProcess], connect: Connect
+    serve: Callable[..., DaemonProcess], place: Place, connect: Connect
 ) -> None:
     """Covers: D4, F6."""
     daemon = serve()
     client = connect(daemon, KV)
-    store_and_copy(daemon, client, CHAINS)
-    assert daemon.stats().blocks_committed <= 64
+    store_and_copy(place, client, CHAINS)
+    assert daemon.stats().blocks_committed == 60
     for hashes in CHAINS:
         check_comes_back(client, hashes)
 
@@ -162,7 +175,7 @@ def test_what_memory_let_go_of_comes_back_bit_exact_also_after_kill_9(
     daemon.start()
     client.wait_ready()
 
-    eventually(lambda: used_there(daemon) >= 200 - KEPT, "the daemon knows what is there")
+    eventually(lambda: used_there(daemon) >= 160, "the daemon knows what is there")
     for hashes in CHAINS[:4]:
         check_comes_back(client, hashes)
 
@@ -188,9 +201,11 @@ def test_what_the_disk_let_go_of_comes_back(
         check_comes_back(client, hashes)
 
 
-def test_another_daemon_finds_what_one_copied(serve: Callable[..., DaemonProcess], connect: Connect) -> None:
+def test_another_daemon_finds_what_one_copied(
+    serve: Callable[..., DaemonProcess], place: Place, connect: Connect
+) -> None:
     one, other = serve(), serve()
-    store_and_copy(one, connect(one, KV), CHAINS)
+    store_and_copy(place, connect(one, KV), CHAINS)
     assert daemon_has_nothing(other)
     check_comes_back(connect(other, KV), CHAINS[0])
 
@@ -206,7 +221,7 @@ def test_wrong_bytes_in_an_object_are_never_served(
     """Covers: A1, A2, A25."""
     daemon = serve()
     client = connect(daemon, KV)
-    store_and_copy(daemon, client, CHAINS)
+    store_and_copy(place, client, CHAINS)
     daemon.kill()
     bad, foreign, short = (name(CHAINS[number][10]) for number in range(3))
     flipped = bytearray(place.get(bad))
@@ -225,8 +240,7 @@ def test_wrong_bytes_in_an_object_are_never_served(
     check_comes_back(client, CHAINS[3])
     log = daemon.new_log()
     assert log.count("an object is not its block") >= 3
-    with client.store(CHAINS[0][10:], parent=CHAINS[0][9]) as write:
-        write.put_blocks(rows(KV, CHAINS[0][10:]))
+    store_piecewise(client, CHAINS[0], lambda more: None)
     assert load(client, CHAINS[0]) == {}
 
 
@@ -237,7 +251,7 @@ def test_a_server_that_is_killed_costs_no_store_and_no_match_and_is_used_again(
     """Covers: A1, D12."""
     daemon = serve()
     client = connect(daemon, KV)
-    store_and_copy(daemon, client, CHAINS[:2])
+    store_and_copy(place, client, CHAINS[:2])
     assert place.server is not None
     place.server.stop()
 
@@ -250,13 +264,14 @@ def test_a_server_that_is_killed_costs_no_store_and_no_match_and_is_used_again(
     assert found(client, CHAINS[0]) < 40  # a short match, and at once
 
     place.server.start()
-    later = [chain(40, of=KV, seed=seed) for seed in range(10, 15)]
-    for hashes in later[:-1]:
+    for seed in range(10, 14):
         copied = used_there(daemon)
-        store_piecewise(client, hashes, lambda more: None)
+        store_piecewise(client, chain(40, of=KV, seed=seed), lambda more: None)
         eventually(lambda copied=copied: used_there(daemon) > copied, "copied again")
     eventually(lambda: "answers again" in daemon.log.read_text(), "it was logged")
-    store_and_copy(daemon, client, later[-1:])
+    later = [chain(40, of=KV, seed=seed) for seed in range(20, 23)]
+    store_and_copy(place, client, later)
+    check_comes_back(client, later[0])
     assert daemon.log.read_text().count("failed, the store goes on without it") <= 2, "once each way"
 
 
@@ -265,9 +280,10 @@ def test_a_server_that_hangs_holds_up_no_match_and_no_stop(
 ) -> None:
     """Covers: D12, F1."""
     with redis_server(tmp_path / "redis") as server:
+        there = database(server, number=0)
         daemon = make_daemon(remote_url=f"redis://127.0.0.1:{server.port}/0/prefix", **SIZES)
         client = connect(daemon, KV)
-        store_and_copy(daemon, client, CHAINS[:2])
+        store_and_copy(there, client, CHAINS[:2])
         server.send(signal.SIGSTOP)
         for hashes in CHAINS[2:]:
             store_piecewise(client, hashes, lambda more: None)
@@ -301,11 +317,12 @@ def test_a_redis_that_is_full_takes_no_more_and_is_read_as_before(
 ) -> None:
     """Covers: D12, E2."""
     with redis_server(tmp_path / "redis") as server:
+        there = database(server, number=0)
         config = tmp_path / "kvstore.toml"
         config.write_text("remote_min_blocks = 4\n")
         daemon = make_daemon(config=config, remote_url=f"redis://127.0.0.1:{server.port}/0/prefix", **SIZES)
         client = connect(daemon, KV)
-        store_and_copy(daemon, client, CHAINS[:3])
+        store_and_copy(there, client, CHAINS[:3])
         import redis
 
         admin = redis.Redis(port=server.port)
@@ -326,7 +343,11 @@ def test_the_capacity_is_a_limit_also_after_a_restart(
     client = connect(daemon, KV)
 
     def check(more: int) -> None:
-        assert sum(path.stat().st_size for path in (tmp_path / "objects").rglob("*") if path.is_file()) <= limit
+        size_bytes = 0
+        for path in (tmp_path / "objects").rglob("*/*"):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                size_bytes += path.stat().st_size
+        assert size_bytes <= limit
 
     for restarted in (False, True):
         for hashes in CHAINS:
@@ -339,11 +360,13 @@ def test_the_capacity_is_a_limit_also_after_a_restart(
             client.wait_ready()
 
 
-def test_what_was_cleared_here_can_still_come_back(serve: Callable[..., DaemonProcess], connect: Connect) -> None:
+def test_what_was_cleared_here_can_still_come_back(
+    serve: Callable[..., DaemonProcess], place: Place, connect: Connect
+) -> None:
     """Copies there are of their own: clearing is for this host, as docs/tiers.md says."""
     daemon = serve()
     client = connect(daemon, KV)
-    store_and_copy(daemon, client, CHAINS[:3])
+    store_and_copy(place, client, CHAINS[:3])
     eventually(lambda: daemon.stats().blocks_leased == 0)
     daemon.admin.Clear(pb.ClearRequest())
     assert daemon.stats().blocks_committed == 0

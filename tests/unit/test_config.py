@@ -96,3 +96,29 @@ def test_a_value_out_of_bounds_is_refused_by_name(name: str, value: object) -> N
 def test_a_daemon_must_listen_somewhere() -> None:
     with pytest.raises(InvalidRequest, match="listener"):
         load(None, {}, {"unix_socket": "", "tcp_port": 0})
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/prefix", "file:///mnt/x", "redis://host:6379/0/prefix", "az://a/c/p", ""])
+def test_a_remote_place_is_a_url(url: str) -> None:
+    assert load(None, {}, {"remote_url": url, "remote_capacity": "1TiB"}).remote_capacity == 1 << 40
+
+
+@pytest.mark.parametrize("url", ["bucket/prefix", "http://bucket/x", "memory:///"])
+def test_a_remote_place_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="remote_url: expected a URL of one of s3, gs"):
+        load(None, {}, {"remote_url": url})
+
+
+@pytest.mark.parametrize("url", ["redis://user:word@host/0/p", "redis://host/0/p?password=word", "az://a/c?sig=word"])
+def test_a_remote_url_with_a_secret_in_it_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="they come from the environment") as caught:
+        load(None, {}, {"remote_url": url})
+    assert "word" not in str(caught.value).replace("password", "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("remote_capacity", 0), ("remote_requests", 0), ("remote_min_blocks", 0), ("checksums", False)]
+)
+def test_a_remote_tier_needs_room_requests_and_checksums(key: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=key):
+        load(None, {}, {"remote_url": "file:///x", key: value})

@@ -120,7 +120,7 @@ def test_what_is_cold_on_disk_is_copied_from_there(tmp_path: Path) -> None:
                 await at.settle()
                 await asyncio.wait_for(at.ferry.settle(), DEADLINE_S)
             assert at.store.counters.blocks_evicted > 40
-            assert 40 < len(place.objects) < 96
+            assert len(place.objects) > 40
         async with remote_house(tmp_path / "b", place) as at:
             assert (await seek(at))[1] == 13
 

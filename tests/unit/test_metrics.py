@@ -15,7 +15,16 @@ from kvstore.errors import InvalidRequest, StoreUnavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_server import metrics
 from kvstore_server.config import load
-from kvstore_server.metrics import COUNTERS, DiskState, MetricsListener, Snapshot, series
+from kvstore_server.metrics import (
+    COUNTERS,
+    REMOTE_COUNTERS,
+    DiskState,
+    MetricsListener,
+    RemoteState,
+    Snapshot,
+    series,
+)
+from kvstore_server.tiers.remote import RemoteCounters
 from kvstore_server.values import Counters
 
 # A different number in each counter, so that two that are mixed up show.
@@ -42,6 +51,10 @@ STATS = pb.StatsReply(
 )
 
 
+# As above.
+REMOTE = RemoteCounters(*range(101, 101 + len(dataclasses.fields(RemoteCounters))))
+
+
 def exported(snapshot: Snapshot) -> dict[str, float]:
     """Every sample as it is scraped, but for the information of the build."""
     return {
@@ -54,6 +67,7 @@ def exported(snapshot: Snapshot) -> dict[str, float]:
 
 def test_every_counter_has_a_help() -> None:
     assert list(COUNTERS) == [field.name for field in dataclasses.fields(Counters)]
+    assert list(REMOTE_COUNTERS) == [field.name for field in dataclasses.fields(RemoteCounters)]
 
 
 def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
@@ -84,6 +98,13 @@ def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
         "kvstore_spill_backlog_bytes": 31,
         "kvstore_disks_failed": 1,
     }
+
+
+def test_a_remote_tier_is_told_of_where_there_is_one() -> None:
+    without = exported(Snapshot(STATS, None))
+    found = exported(Snapshot(STATS, None, RemoteState(REMOTE, num_objects=51, is_down=True)))
+    counters = {f"kvstore_remote_{name}_total": count for name, count in dataclasses.asdict(REMOTE).items()}
+    assert found == without | counters | {"kvstore_remote_objects": 51, "kvstore_remote_down": 1}
 
 
 def test_the_build_is_told_by_version_and_boot_id() -> None:
