@@ -211,6 +211,7 @@ class RemoteHouse(DiskHouse):
 @asynccontextmanager
 async def remote_house(folder: Path, place: Place, **sizes: int) -> AsyncIterator[RemoteHouse]:
     """As `disk_house`."""
+    before = asyncio.all_tasks()
     built = RemoteHouse(folder, place, **sizes)
     workers = [asyncio.create_task(built.ferry.run())]
     if sizes.get("disk_slabs"):
@@ -222,6 +223,7 @@ async def remote_house(folder: Path, place: Place, **sizes: int) -> AsyncIterato
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+        assert asyncio.all_tasks() == before, "something is under way"
         if sizes.get("disk_slabs"):
             await built.spill.quiesce()
             built.disks.close()

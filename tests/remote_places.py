@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class DictPlace:
         self.asked: list[str] = []  # names of calls
         self.under_way = 0
         self.most_under_way = 0
-        self.before: Callable[[str], asyncio.Future[None] | None] = lambda call: None
+        self.before: Callable[[str], Awaitable[object] | None] = lambda call: None
 
     async def put(self, name: str, data: memoryview) -> None:
         await self._call("put")
@@ -71,6 +71,10 @@ class DictPlace:
             await asyncio.sleep(0)
             if call in self.failing:
                 raise RemoteFailed(f"{call}: refused")
+        except asyncio.CancelledError:
+            for _ in range(20):  # a connection takes a moment to go
+                await asyncio.sleep(0)
+            raise
         finally:
             self.under_way -= 1
 

@@ -46,22 +46,23 @@ class TestMemory(PlaceSuite):
         return lambda: ObjectStore("memory:///", store=store)
 
 
-class TestS3(ServedPlaceSuite):
-    @pytest.fixture(scope="class")
-    def server(self) -> Iterator[Server]:
-        with pytest.MonkeyPatch.context() as monkeypatch, s3_server(monkeypatch) as server:
-            yield server
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as monkeypatch, s3_server(monkeypatch) as server:
+        yield server
 
+
+class TestS3(ServedPlaceSuite):
     @pytest.fixture
-    def make(self, server: Server, tmp_path: Path) -> Callable[[], Place]:
+    def make(self, s3: Server, tmp_path: Path) -> Callable[[], Place]:
         return lambda: open_place(f"s3://{BUCKET}/some/{tmp_path.name}", at_once=3)
 
     @pytest.fixture
-    def stop(self, server: Server) -> Iterator[Callable[[], None]]:
-        yield server.stop
-        server.start()
+    def stop(self, s3: Server) -> Iterator[Callable[[], None]]:
+        yield s3.stop
+        s3.start()
 
-    def test_a_bucket_that_is_not_there_is_a_failure_of_a_write_and_of_a_list(self, server: Server) -> None:
+    def test_a_bucket_that_is_not_there_is_a_failure_of_a_write_and_of_a_list(self, s3: Server) -> None:
         async def ask() -> None:
             place = open_place("s3://nowhere/prefix", at_once=1)
             with pytest.raises(RemoteFailed, match="404"):
@@ -126,6 +127,21 @@ def test_a_redis_that_asks_for_a_password_gets_it_from_the_environment_and_tells
 def test_a_redis_url_without_database_and_prefix_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="redis://host:port/database/prefix"):
         open_place(url, at_once=1)
+
+
+def test_what_a_place_answers_is_told_without_the_key_in_its_url() -> None:
+    class Refusing:
+        def list(self, store: object, chunk_size: int) -> object:
+            raise OSError("GET https://account/container?sig=secret failed\nDebug source: sig=secret")
+
+    async def ask() -> None:
+        place = ObjectStore("memory:///")
+        place._obstore = Refusing()
+        with pytest.raises(RemoteFailed, match="failed$") as caught:
+            await _listed(place)
+        assert "secret" not in str(caught.value)
+
+    asyncio.run(ask())
 
 
 async def _listed(place: Place) -> list[str]:
