@@ -98,6 +98,9 @@ class Ferry:
                 break
             except RemoteFailed:
                 pass  # the tier has told
+            except Exception:
+                log.exception("remote tier disabled: this is a bug of the store")
+                return
         async with asyncio.TaskGroup() as workers:  # which ends when all have; a gather does not
             workers.create_task(self._seeker.run())
             workers.create_task(self._copy_cold())

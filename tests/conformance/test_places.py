@@ -137,7 +137,7 @@ def test_what_a_place_answers_is_told_without_the_key_in_its_url() -> None:
     async def ask() -> None:
         place = ObjectStore("memory:///")
         place._obstore = Refusing()
-        with pytest.raises(RemoteFailed, match="failed$") as caught:
+        with pytest.raises(RemoteFailed, match=r"failed$") as caught:
             await _listed(place)
         assert "secret" not in str(caught.value)
 
