@@ -12,6 +12,7 @@ from houses import DEADLINE_S, A, B, RemoteHouse, remote_house, run
 from remote_places import DictPlace
 
 from kvstore.types import BlockHash
+from kvstore_server import seek as seek_module
 from kvstore_server.level import State
 from kvstore_server.tiers import outage, remote
 from kvstore_server.tiers.objects import block_key, name_of, object_bytes, unseal
@@ -519,6 +520,28 @@ def test_a_prefetch_begins_a_search_too(tmp_path: Path) -> None:
             assert at.store.lower.prefetch(at.store.open_space(A), records(CHAIN)) == 0
             await at.ferry.settle()
             assert at.store.lower.prefetch(at.store.open_space(A), records(CHAIN)) == 13
+
+    run(test)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_of_several_daemons_each_begins_a_chain_with_each_segment_that_comes(
+    tmp_path: Path, placed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        place = DictPlace()
+        await restored(tmp_path, place)
+        async with remote_house(tmp_path, place) as at:
+            monkeypatch.setattr(seek_module, "SEGMENT_BLOCKS", 4)
+            at.store.placed = placed
+            asked = CHAIN[:4] + CHAIN[8:12] if placed else CHAIN[:8]  # what lies between is another daemon's
+            assert await seek(at, asked) == (0, 8)
+            index = at.store.spaces[A.namespace].index
+            parents = index.parent_hashes(index.find(records(asked))).tolist()
+            expected = [bytes(32), *asked[:7]]
+            if placed:
+                expected[4] = bytes(32)
+            assert parents == expected
 
     run(test)
 
