@@ -43,6 +43,8 @@ def main() -> None:
 @click.option("--disk-threads", type=int, help="Threads that read and write the disk.")
 @click.option("--disk-scrub-bytes-s", help='How fast the disk is checked, such as "4MiB"; 0: not at all.')
 @click.option("--write-policy", type=click.Choice(["through", "evict"]), help="When blocks are written to disk.")
+@click.option("--remote-url", help='Where cold blocks are copied to, such as "s3://bucket/prefix"; empty for nowhere.')
+@click.option("--remote-capacity", help='Size of the objects there, such as "1TiB".')
 @click.option("--eviction-policy", type=click.Choice(config.EVICTION_POLICIES), help="Which blocks go first.")
 @click.option("--cluster-url", help='Of Redis, such as "redis://10.0.0.1:6379"; empty for a store of one machine.')
 @click.option("--cluster-name", help="Name of the store, where several use one Redis.")

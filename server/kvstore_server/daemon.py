@@ -41,6 +41,7 @@ from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier, shmem_pages
 from kvstore_server.tiers.pinning import PageLock
 from kvstore_server.transfers import Transfers
+from kvstore_server.values import Change
 
 if TYPE_CHECKING:
     from kvstore_server.metrics import MetricsListener, Snapshot
@@ -88,7 +89,7 @@ class Daemon:
         self._members = Members(self._roster, settings, clock=time.monotonic) if clustered else None
         self.store = Store(
             self.tier,
-            on_change=self._journal.record,
+            on_change=self._changed,
             on_slab_closed=lambda slab, readers: self.service.slab_closed(slab, readers),
             policy=settings.eviction_policy,
             placed=clustered,
@@ -199,6 +200,10 @@ class Daemon:
         else:
             self._roster.drain()
 
+    def _changed(self, change: Change) -> None:
+        self._journal.record(change)
+        self._beside.changed(change)
+
     async def _serve_metrics(self) -> None:
         from kvstore_server.metrics import MetricsListener  # a tenth of the start, which most do not need
 
@@ -213,11 +218,13 @@ class Daemon:
         log.info("metrics", listening=self._metrics.url)
 
     def _snapshot(self) -> "Snapshot":
-        from kvstore_server.metrics import DiskState, Snapshot
+        from kvstore_server.metrics import DiskState, RemoteState, Snapshot
 
-        spill = self._beside.disk
+        spill, ferry = self._beside.disk, self._beside.remote
         disk = None if spill is None else DiskState(spill.backlog_bytes, len(spill.disks.failures))
-        return Snapshot(self._admin.stats(), disk, None if self._members is None else self._roster.view)
+        members = None if self._members is None else self._roster.view
+        remote = None if ferry is None else RemoteState.of(ferry.tier)
+        return Snapshot(self._admin.stats(), disk, members, remote)
 
     def _remove_files(self) -> None:
         if self.settings.unix_socket:
@@ -270,6 +277,9 @@ class Daemon:
         for shown in self.store.lower.below.statistics():
             if shown.tier == "gpu":
                 log.info("gpu tier", device=shown.pages, capacity=_gib(shown.capacity_bytes))
+                continue
+            if shown.tier == "remote":
+                log.info("remote tier", place=shown.place, capacity=_gib(shown.capacity_bytes))
                 continue
             log.info("disk tier", directory=shown.place, capacity=_gib(shown.capacity_bytes), io=shown.pages)
         if self._beside.disk is not None:
