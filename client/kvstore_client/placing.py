@@ -15,6 +15,7 @@ from kvstore.types import AnyArray, BlockHash, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 
 NOBODY: Final = -1
+SPARES: Final = 2  # asked where no owner is live: who owns a segment once they are known to be gone
 MOST_RANKED: Final = 1 << 16  # segments whose owners are remembered
 
 
@@ -121,7 +122,7 @@ class _Ranking:
         self._owners: dict[int, list[int]] = {}  # by segment
 
     def first(self, runs: Sequence[Run], live: Sequence[bool]) -> list[int]:
-        """The first live one of the owners of each run; the first of all, if none is live."""
+        """The first live one of the owners of each run, and of who is next; the first of all, if none is live."""
         if self._placement is None:
             return [NOBODY] * len(runs)
         known = self._owners
@@ -137,7 +138,7 @@ class _Ranking:
 
     def _rank(self, segments: list[int]) -> dict[int, list[int]]:
         assert self._placement is not None
-        ranked = self._placement.owners(np.array(segments, np.uint64), count=self._replicas).tolist()
+        ranked = self._placement.owners(np.array(segments, np.uint64), count=self._replicas + SPARES).tolist()
         fresh = {name: [self._places[at] for at in row] for name, row in zip(segments, ranked, strict=True)}
         self._owners = fresh if len(self._owners) > MOST_RANKED else self._owners | fresh
         return self._owners | fresh
