@@ -16,7 +16,6 @@ from typing import Final, Literal
 import numpy as np
 
 from kvstore.hashing import unpack
-from kvstore.placement import SEGMENT_BLOCKS
 from kvstore.types import AnyArray, BlockHash, HashArray, IntArray
 from kvstore_server.eviction import LRU, BoolArray, EvictionPolicy, Stamps, Ticks
 from kvstore_server.level import ONE, Columns, Level, State, grown
@@ -98,13 +97,14 @@ class Index:
         hashes[parents == NONE] = b""
         return hashes
 
-    def segments(self, rows: IntArray) -> AnyArray:
-        """`[n]` u64: the segment of each of these, by the block that begins its chain here; 0 if that is too far.
+    def segments(self, rows: IntArray, *, length: int) -> AnyArray:
+        """`[n]` u64: the segment of each of these, by the block that begins its chain here.
 
+        0 if that is `length` blocks away, as many as are in a segment, or more.
         Source: docs/spec/placement.md; writers that place blocks begin a chain with each segment.
         """
         heads = rows.copy()
-        for _ in range(SEGMENT_BLOCKS - 1):
+        for _ in range(length - 1):
             parents = self._columns.parent[heads]
             if (parents == NONE).all():
                 break

@@ -14,15 +14,16 @@ from service.harness import DEADLINE_S, DaemonProcess, eventually
 from tellers import Teller, member
 
 from kvstore.errors import BlockMissing, InvalidRequest, MembersChanged, StoreTimeout, StoreUnavailable
-from kvstore.placement import SEGMENT_BLOCKS, Placement, segments
+from kvstore.placement import Placement, segment_blocks, segments
 from kvstore.types import BlockHash, ByteArray, IntArray, Outcome
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client import BlockRows, ClientOptions, ClusterClient, ClusterLoad, connect
 from kvstore_client import owners as owners_module
 from kvstore_client.members import Members
 
-KV = spec()
+KV = spec(block_tokens=8)
 NUM_BLOCKS = 1000
+SEGMENT_BLOCKS = segment_blocks(KV.block_tokens)
 HASHES = chain(NUM_BLOCKS, of=KV)
 DATA = rows(KV, HASHES)
 AWAY = (StoreUnavailable, StoreTimeout)
@@ -49,7 +50,7 @@ class House:
     def owners(self, hashes: list[BlockHash] = HASHES, *, num_nodes: int = 3) -> IntArray:
         """Who keeps each block."""
         placement = Placement(dict.fromkeys([f"n{number}" for number in range(num_nodes)], 1.0))
-        return placement.owners(segments(hashes))[:, 0]
+        return placement.owners(segments(hashes, block_tokens=KV.block_tokens))[:, 0]
 
     def counts(self, name: str) -> list[int]:
         return [getattr(daemon.stats(), name) for daemon in self.daemons if daemon.running]
@@ -120,7 +121,7 @@ def test_a_chain_is_split_over_its_owners_and_comes_back_bit_by_bit(house: House
 
 def test_a_run_within_a_chain_goes_where_its_chain_does(house: House, client: ClusterClient) -> None:
     """Covers: E6."""
-    where, begin = segments(HASHES), SEGMENT_BLOCKS + 7
+    where, begin = segments(HASHES, block_tokens=KV.block_tokens), SEGMENT_BLOCKS + 7
     with client.store(HASHES[:begin]) as write:
         write.put_blocks(DATA[:begin])
     with client.store(HASHES[begin:], parent=HASHES[begin - 1], segments=where[begin:]) as write:
@@ -136,7 +137,8 @@ def test_a_run_within_a_chain_goes_where_its_chain_does(house: House, client: Cl
     assert (target == DATA[chosen]).all()
     assert client.match(HASHES[begin:], segments=where[begin:], lease="").num_found == NUM_BLOCKS - begin
     orphans = chain(200, of=KV, seed=2)
-    with client.store(orphans[begin:], parent=orphans[begin - 1], segments=segments(orphans)[begin:]) as write:
+    theirs = segments(orphans, block_tokens=KV.block_tokens)[begin:]
+    with client.store(orphans[begin:], parent=orphans[begin - 1], segments=theirs) as write:
         head = write.outcomes[: 2 * SEGMENT_BLOCKS - begin]
     assert head == [Outcome.ORPHAN] * len(head)
     with pytest.raises(InvalidRequest, match="segments"):

@@ -110,5 +110,6 @@ def test_a_segment_is_told_by_the_block_that_begins_its_chain_here() -> None:
     hashes = records(chain(70))
     rows, _ = index.insert(hashes, parent=NONE, slots=np.arange(70), generations=np.arange(70) + 1)
     first = int.from_bytes(hashes[0].tobytes()[:8], "little")
-    assert index.segments(rows).tolist() == [first] * 64 + [0] * 6
-    assert index.segments(rows[:0]).tolist() == []
+    assert index.segments(rows, length=64).tolist() == [first] * 64 + [0] * 6
+    assert index.segments(rows, length=1).tolist() == [first] + [0] * 69
+    assert index.segments(rows[:0], length=64).tolist() == []
