@@ -291,7 +291,7 @@ class ClusterClient:
     ) -> list[Piece]:
         """The writes that were begun."""
         return [
-            Piece(link.write(answer.session, answer.message.reserved, parts=parts), theirs, link)
+            Piece(link.write(answer.session, answer.message.reserved, parts=parts), theirs)
             for link, theirs, answer in answers
             if isinstance(answer, Answered)
         ]

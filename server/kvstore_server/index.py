@@ -11,6 +11,7 @@ A hole that nothing holds is forgotten. Whole prefixes are handled by vectorised
 0.15 us a block (docs/adr/0004).
 """
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -168,18 +169,27 @@ class Index:
     # Bytes come.
 
     def insert(
-        self, hashes: HashArray, *, parent: int, slots: IntArray, generations: IntArray
+        self,
+        hashes: HashArray,
+        *,
+        parent: int,
+        slots: IntArray,
+        generations: IntArray,
+        heads: Sequence[int] = (),
     ) -> tuple[IntArray, IntArray]:
         """Those of a run of a chain that have no bytes are being written, each into its slot in memory, in order.
 
-        `parent` is the row before the run, or NONE; no hash comes twice. Returns the rows of all, and the
-        positions of those that are being written from now on, as many as there are slots.
+        `parent` is the row before the run, or NONE; `heads` are positions at which another run begins, which nothing
+        comes before; no hash comes twice. Returns the rows of all, and the positions of those that are being written
+        from now on, as many as there are slots.
         """
         rows = self.find(hashes)
         unknown = np.flatnonzero(rows == NONE)
         if len(unknown):
             rows[unknown] = self._new_rows(hashes[unknown])
-            self._link(rows[unknown], np.concatenate([[parent], rows[:-1]])[unknown])
+            parents = np.concatenate([[parent], rows[:-1]])
+            parents[np.asarray(heads, np.int64)] = NONE
+            self._link(rows[unknown], parents[unknown])
         begun = np.flatnonzero(self._columns.state[rows] == State.HOLE)
         self._fill(rows[begun], slots, generations, State.WRITING)
         return rows, begun

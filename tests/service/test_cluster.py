@@ -17,6 +17,7 @@ from kvstore.errors import BlockMissing, InvalidRequest, MembersChanged, StoreTi
 from kvstore.placement import Placement, segment_blocks, segments
 from kvstore.types import BlockHash, ByteArray, IntArray, Outcome
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire import unpack_hashes, unpack_u32
 from kvstore_client import BlockRows, ClientOptions, ClusterClient, ClusterLoad, connect
 from kvstore_client import owners as owners_module
 from kvstore_client.members import Members
@@ -117,6 +118,35 @@ def test_a_chain_is_split_over_its_owners_and_comes_back_bit_by_bit(house: House
         assert (target == DATA).all()
     assert store(client) == [Outcome.STORED] * NUM_BLOCKS
     assert house.counts("blocks_committed") == counts
+
+
+def test_a_store_is_one_request_to_each_owner(
+    house: House, client: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all its runs, each of which begins a chain there."""
+    ask = owners_module.ask
+    asked: list[pb.Store_] = []
+
+    def heard(questions: Any, *, deadline: float) -> Any:
+        asked.extend(question.message.store for question in questions)
+        return ask(questions, deadline=deadline)
+
+    monkeypatch.setattr(owners_module, "ask", heard)
+    assert store(client) == [Outcome.STORED] * NUM_BLOCKS
+    assert len(asked) == 3
+    owners, begins = house.owners(), set(HASHES[::SEGMENT_BLOCKS])
+    for request in asked:
+        hashes = [BlockHash(one.tobytes()) for one in unpack_hashes(request.hashes)]
+        assert hashes == [HASHES[block] for block in np.flatnonzero(owners == owners[HASHES.index(hashes[0])])]
+        heads = [place for place, block_hash in enumerate(hashes) if block_hash in begins]
+        assert [0, *unpack_u32(request.heads, name="heads")] == heads
+    for daemon in house.daemons:
+        watch = daemon.admin.Watch(pb.WatchRequest(snapshot=True), timeout=DEADLINE_S)
+        event = next(watch)
+        watch.cancel()
+        there = unpack_hashes(event.hashes).tolist()
+        told = zip(there, unpack_hashes(event.parents).tolist(), strict=True)
+        assert {block_hash for block_hash, before in told if before == bytes(32)} == begins.intersection(there)
 
 
 def test_a_run_within_a_chain_goes_where_its_chain_does(house: House, client: ClusterClient) -> None:
