@@ -15,6 +15,7 @@ from kvstore.spec import KVSpec
 from kvstore.transport.memory import copy_and_hash_pieces
 from kvstore.types import BlockHash, ByteArray, IntArray, SessionId
 from kvstore_server.beside import TiersBeside
+from kvstore_server.ferry import Ferry
 from kvstore_server.level import State
 from kvstore_server.lift import Lift
 from kvstore_server.session import Session
@@ -25,8 +26,10 @@ from kvstore_server.tiers.disk import DiskTier
 from kvstore_server.tiers.disks import Disks
 from kvstore_server.tiers.gpu import GpuTier
 from kvstore_server.tiers.pinning import PageLock
+from kvstore_server.tiers.places import Place
+from kvstore_server.tiers.remote import RemoteTier
 from kvstore_server.tiers.sequences import Sequences
-from kvstore_server.values import Space
+from kvstore_server.values import Change, Space
 from kvstore_server.watermarks import Watermarks
 
 A = spec(model="a", layers=2, bytes_per_part=10_000)
@@ -44,7 +47,11 @@ class House:
             capacity_bytes=memory_slabs * SLAB_BYTES, slab_bytes=SLAB_BYTES, page_lock=PageLock(wanted=False)
         )
         self.durable = asyncio.Event()  # some block is on disk
-        self.store = Store(self.tier, on_change=lambda change: self.durable.set() if change.tier == "disk" else None)
+        self.store = Store(self.tier, on_change=self.changed)
+
+    def changed(self, change: Change) -> None:
+        if change.tier == "disk":
+            self.durable.set()
 
     def put(self, kv: KVSpec, hashes: list[BlockHash], *, parent: BlockHash | None = None) -> Space:
         """The blocks are committed in memory, as far as there is room."""
@@ -148,6 +155,81 @@ class GpuHouse(House):
     def in_memory(self, space: Space, hashes: list[BlockHash]) -> int:
         rows = space.index.find(records(hashes))
         return int(space.index.memory.has(rows[rows >= 0]).sum())
+
+
+class RemoteHouse(DiskHouse):
+    """With a place for cold blocks; `disk_slabs` of 0: and no disk."""
+
+    def __init__(
+        self,
+        folder: Path,
+        place: Place,
+        *,
+        memory_slabs: int = 4,
+        disk_slabs: int = 0,
+        capacity_bytes: int = 1 << 30,
+        at_once: int = 2,
+        min_blocks: int = 2,
+    ) -> None:
+        if disk_slabs:
+            super().__init__(folder, memory_slabs=memory_slabs, disk_slabs=disk_slabs)
+        else:
+            House.__init__(self, memory_slabs)
+        self.remote = RemoteTier(
+            place, name="test", capacity_bytes=capacity_bytes, at_once=at_once, clock=asyncio.get_running_loop().time
+        )
+        self.ferry = Ferry(
+            self.store,
+            self.remote,
+            disks=self.disks if disk_slabs else None,
+            watermarks=Watermarks(high=0.5, low=0.25),
+            at_once=at_once,
+            min_blocks=min_blocks,
+        )
+        spill = self.spill if disk_slabs else None
+        self.beside = TiersBeside(disk=spill, remote=self.ferry)
+        self.store.lower.below = self.beside
+
+    def changed(self, change: Change) -> None:
+        super().changed(change)
+        if hasattr(self, "beside"):
+            self.beside.changed(change)
+
+    def match(self, kv: KVSpec, hashes: list[BlockHash]) -> int:
+        """How many blocks a match finds here now."""
+        return len(self.store.match(self.store.open_space(kv), records(hashes))[0])
+
+    def check(self, kv: KVSpec, hashes: list[BlockHash]) -> None:
+        """Those of the blocks that are in memory are they, byte by byte."""
+        space = self.store.open_space(kv)
+        rows = space.index.find(records(hashes))
+        here = np.flatnonzero(space.index.states(rows) == State.COMMITTED)
+        wanted = [block_bytes(kv, hashes[place]).tobytes() for place in here.tolist()]
+        assert self.bytes_in_memory(space, rows[here]) == wanted
+
+
+@asynccontextmanager
+async def remote_house(folder: Path, place: Place, **sizes: int) -> AsyncIterator[RemoteHouse]:
+    """As `disk_house`."""
+    before = asyncio.all_tasks()
+    built = RemoteHouse(folder, place, **sizes)
+    workers = [asyncio.create_task(built.ferry.run())]
+    if sizes.get("disk_slabs"):
+        workers.append(asyncio.create_task(built.spill.run()))
+    try:
+        yield built
+        assert not any(worker.done() for worker in workers), "a worker ended"
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        assert asyncio.all_tasks() == before, "something is under way"
+        if sizes.get("disk_slabs"):
+            await built.spill.quiesce()
+            built.disks.close()
+        assert all(space.index.num_leased == 0 for space in built.store.spaces.values())
+        built.store.validate()
+        built.tier.close()
 
 
 @asynccontextmanager

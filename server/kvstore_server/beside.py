@@ -1,4 +1,4 @@
-"""The tiers beside memory of one daemon, a GPU and disks: opened, run, and stopped."""
+"""The tiers beside memory of one daemon, a GPU, disks and a remote place: opened, run, and stopped."""
 
 import asyncio
 import time
@@ -10,6 +10,7 @@ import structlog
 from kvstore.errors import StoreUnavailable
 from kvstore.types import HashArray, IntArray
 from kvstore_server.config import ALL_OTHERS, Settings
+from kvstore_server.ferry import Ferry
 from kvstore_server.index import Beside
 from kvstore_server.lift import Lift
 from kvstore_server.scrub import Scrubber
@@ -21,8 +22,10 @@ from kvstore_server.tiers.devices import CudaDevice, DeviceFailed
 from kvstore_server.tiers.disk import DiskFailed, DiskTier
 from kvstore_server.tiers.disks import Disks
 from kvstore_server.tiers.gpu import GpuTier
+from kvstore_server.tiers.places import open_place
+from kvstore_server.tiers.remote import RemoteTier
 from kvstore_server.tiers.sequences import Sequences
-from kvstore_server.values import Rise, Space
+from kvstore_server.values import Change, Rise, Space
 from kvstore_server.watermarks import Watermarks
 
 log = structlog.get_logger()
@@ -31,9 +34,10 @@ log = structlog.get_logger()
 class TiersBeside:
     """What the store tells (`lower.Below`) goes to the tier concerned. All methods run on the daemon's loop."""
 
-    def __init__(self, *, gpu: Lift | None = None, disk: Spill | None = None) -> None:
+    def __init__(self, *, gpu: Lift | None = None, disk: Spill | None = None, remote: Ferry | None = None) -> None:
         self.gpu = gpu
         self.disk = disk
+        self.remote = remote
         self._workers: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -45,11 +49,12 @@ class TiersBeside:
         try:
             disk = _open_disks(store, settings) if settings.disk_directories else None
             gpu = _open_gpu(store, settings) if settings.gpu_capacity else None
+            remote = _open_remote(store, settings, disk) if settings.remote_url else None
         except DiskFailed as error:
             raise StoreUnavailable(f"disk tier: {error}") from None
         except DeviceFailed as error:
             raise StoreUnavailable(f"gpu tier: {error}") from None
-        return cls(gpu=gpu, disk=disk)
+        return cls(gpu=gpu, disk=disk, remote=remote)
 
     def start(self, *, scrub_bytes_per_s: int) -> None:
         """What the disks hold can be found again, and blocks begin to move. Raises: StoreUnavailable."""
@@ -65,9 +70,15 @@ class TiersBeside:
                 self._workers.append(asyncio.create_task(Scrubber(self.disk, bytes_per_s=scrub_bytes_per_s).run()))
         if self.gpu is not None:
             self._workers.append(asyncio.create_task(self.gpu.run()))
+        if self.remote is not None:
+            self._remote_worker = asyncio.create_task(self.remote.run())
 
     async def stop(self, timeout_s: float) -> None:
         """What exists only in memory is on disk, as far as the time allows; nothing runs and no file is open."""
+        if self.remote is not None:  # what is under way there is dropped: nobody waits for a slow place
+            self._remote_worker.cancel()
+            await asyncio.gather(self._remote_worker, return_exceptions=True)
+            await self.remote.tier.close()
         if self.disk is not None and not await self.disk.flush(timeout_s):
             log.warning("not all was flushed to disk in time", left_mib=self.disk.backlog_bytes >> 20)
         for worker in self._workers:
@@ -92,6 +103,14 @@ class TiersBeside:
         if self.gpu is not None:
             self.gpu.loaded(space, rows)
 
+    def sought(self, space: Space, hashes: HashArray, num_found: int) -> None:
+        if self.remote is not None:
+            self.remote.sought(space, hashes, num_found)
+
+    def changed(self, change: Change) -> None:
+        if self.remote is not None:
+            self.remote.changed(change)
+
     def rise(self, rise: Rise) -> None:
         self._of(rise.tier).rise(rise)
 
@@ -103,7 +122,8 @@ class TiersBeside:
 
     def statistics(self) -> list[TierStatistics]:
         gpu = [self.gpu.statistics()] if self.gpu is not None else []
-        return gpu + (self.disk.statistics() if self.disk is not None else [])
+        disks = self.disk.statistics() if self.disk is not None else []
+        return gpu + disks + ([self.remote.statistics()] if self.remote is not None else [])
 
     def rise_bytes_per_s(self) -> int:
         speeds = [int(tier.rise_bytes_per_s) for tier in (self.gpu, self.disk) if tier is not None]
@@ -135,8 +155,29 @@ def _open_disks(store: Store, settings: Settings) -> Spill:
             opened.callback(tier.close)
             tiers.append(tier)
         opened.pop_all()
-    watermarks = Watermarks(high=settings.watermark_high, low=settings.watermark_low)
-    return Spill(store, Disks(tiers), policy=WritePolicy(settings.write_policy, watermarks))
+    return Spill(store, Disks(tiers), policy=WritePolicy(settings.write_policy, _watermarks(settings)))
+
+
+def _open_remote(store: Store, settings: Settings, disk: Spill | None) -> Ferry:
+    tier = RemoteTier(
+        open_place(settings.remote_url, at_once=settings.remote_requests),
+        name=settings.remote_url,
+        capacity_bytes=settings.remote_capacity,
+        at_once=settings.remote_requests,
+        clock=time.monotonic,
+    )
+    return Ferry(
+        store,
+        tier,
+        disks=disk.disks if disk is not None else None,
+        watermarks=_watermarks(settings),
+        at_once=settings.remote_requests,
+        min_blocks=settings.remote_min_blocks,
+    )
+
+
+def _watermarks(settings: Settings) -> Watermarks:
+    return Watermarks(high=settings.watermark_high, low=settings.watermark_low)
 
 
 def _open_gpu(store: Store, settings: Settings) -> Lift:

@@ -43,6 +43,8 @@ def main() -> None:
 @click.option("--disk-threads", type=int, help="Threads that read and write the disk.")
 @click.option("--disk-scrub-bytes-s", help='How fast the disk is checked, such as "4MiB"; 0: not at all.')
 @click.option("--write-policy", type=click.Choice(["through", "evict"]), help="When blocks are written to disk.")
+@click.option("--remote-url", help='Where cold blocks are copied to, such as "s3://bucket/prefix"; empty for nowhere.')
+@click.option("--remote-capacity", help='Size of the objects there, such as "1TiB".')
 @click.option("--eviction-policy", type=click.Choice(config.EVICTION_POLICIES), help="Which blocks go first.")
 @click.option("--cluster-url", help='Of Redis, such as "redis://10.0.0.1:6379"; empty for a store of one machine.')
 @click.option("--cluster-name", help="Name of the store, where several use one Redis.")
@@ -183,6 +185,30 @@ def _set_pinned(
     word, missing = "pinned" if pinned else "unpinned", len(wanted) - count
     result = {f"blocks_{word}": count, "blocks_missing": missing}
     click.echo(json.dumps(result) if as_json else f"{count} blocks {word}, {missing} not stored")
+
+
+@main.command(epilog="Example: kvstore drain kv-2 kvstore://10.0.0.1:7311 --json")
+@click.argument("node")
+@click.argument("address", default=DEFAULT_ADDRESS)
+@_token_file
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def drain(node: str, address: str, token_file: TextIO | None, as_json: bool) -> None:
+    """Make the member NODE of a store ready to be stopped: it takes nothing new, and its blocks are copied.
+
+    The exit code is 1 if some could not be copied; run it again then.
+    """
+    from kvstore_server.commands.drain import drain_node
+
+    try:
+        done = drain_node(address, node, token=token_file.read().strip() if token_file else "")
+    except KVStoreError as error:
+        _fail(error)
+    left = done["refused"] + done["failed"]
+    text = (
+        f"{node} is drained: {done['copied']} blocks copied, {done['there_already']} were there, {left} were not taken"
+    )
+    click.echo(json.dumps(done) if as_json else text)
+    raise SystemExit(bool(done["failed"]))
 
 
 @main.group()

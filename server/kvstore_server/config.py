@@ -22,6 +22,7 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
 ENVIRONMENT_PREFIX: Final = "KVSTORE_"
 EVICTION_POLICIES: Final = ("lru", "lfu")
 MAX_DISKS: Final = 64
+REMOTE_SCHEMES: Final = ("s3", "gs", "az", "file", "redis", "rediss")
 ALL_OTHERS: Final = "*"  # in a table by model or tenant: those that are not named
 MAX_REPLICAS: Final = 16
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")  # of a store and of its daemons: part of keys in Redis
@@ -63,6 +64,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     watermark_high: float = 0.8  # share of memory that is filled when the oldest blocks start to be written
     watermark_low: float = 0.6  # share of memory that may then hold blocks that are not on disk
     disk_scrub_bytes_s: int = 4 << 20  # how fast what is on disk is checked in the background; 0: not at all
+    remote_url: str = ""  # where cold blocks are copied to, such as "s3://bucket/prefix"; "": nowhere
+    remote_capacity: int = 64 << 30  # of the objects there that this daemon knows of
+    remote_requests: int = 8  # under way at once
+    remote_min_blocks: int = 8  # that a match must gain, or nothing is fetched
     heartbeat_s: float = 5.0
     max_region_bytes: int = 8 << 30  # of one session
     stop_timeout_s: float = 10.0
@@ -122,6 +127,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _expect(not (self.disk_path and self.disks), "disk_path, disks", "one of the two", "both")
         _expect(1 <= self.disk_threads <= 64, "disk_threads", "1 to 64", self.disk_threads)
         _expect(not paths or self.checksums, "checksums", "on, because the disk tier needs them", "off")
+        self._check_remote()
         low, high = self.watermark_low, self.watermark_high
         _expect(0 <= low <= high <= 1, "watermark_low, watermark_high", "0 <= low <= high <= 1", (low, high))
         for tenant, seconds in self.ttl_s.items():
@@ -161,6 +167,24 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Of memory and disks together: this daemon's share of a store's blocks."""
         return self.cpu_capacity + sum(disk.capacity for disk in self.disk_directories)
 
+    def _check_remote(self) -> None:
+        url = self.remote_url
+        if not url:
+            return
+        schemes = ", ".join(REMOTE_SCHEMES)
+        _expect(url.partition("://")[0] in REMOTE_SCHEMES, "remote_url", f"a URL of one of {schemes}", url)
+        # It is logged, and shown by status.
+        _expect(
+            "@" not in url and "?" not in url,
+            "remote_url",
+            "no user, password or key in it; they come from the environment (docs/tiers.md)",
+            "one that has '@' or '?' in it",
+        )
+        _expect(self.remote_capacity > 0, "remote_capacity", "more than 0 bytes", self.remote_capacity)
+        _expect(1 <= self.remote_requests <= 256, "remote_requests", "1 to 256", self.remote_requests)
+        _expect(self.remote_min_blocks > 0, "remote_min_blocks", "at least 1", self.remote_min_blocks)
+        _expect(self.checksums, "checksums", "on, because the remote tier needs them", "off")
+
     @property
     def disk_directories(self) -> list[DiskSettings]:
         """Each directory of the disk tier, however it was given."""
@@ -186,6 +210,7 @@ SIZES: Final = frozenset(
         "disk_capacity",
         "disk_reserve",
         "disk_scrub_bytes_s",
+        "remote_capacity",
     }
 )
 

@@ -30,6 +30,7 @@ from kvstore_server.admin import AdminService, Journal
 from kvstore_server.beside import TiersBeside
 from kvstore_server.config import Settings
 from kvstore_server.descriptors import DescriptorSocket
+from kvstore_server.escort import keep_courier
 from kvstore_server.expiry import Expiry
 from kvstore_server.gaps import LoopGaps
 from kvstore_server.members import Members
@@ -40,6 +41,7 @@ from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier, shmem_pages
 from kvstore_server.tiers.pinning import PageLock
 from kvstore_server.transfers import Transfers
+from kvstore_server.values import Change
 
 if TYPE_CHECKING:
     from kvstore_server.metrics import MetricsListener, Snapshot
@@ -87,7 +89,7 @@ class Daemon:
         self._members = Members(self._roster, settings, clock=time.monotonic) if clustered else None
         self.store = Store(
             self.tier,
-            on_change=self._journal.record,
+            on_change=self._changed,
             on_slab_closed=lambda slab, readers: self.service.slab_closed(slab, readers),
             policy=settings.eviction_policy,
             placed=clustered,
@@ -151,6 +153,8 @@ class Daemon:
         expiry = Expiry(self.store, ttl_s=self.settings.ttl_s, clock=time.monotonic)
         self._expiry = asyncio.create_task(expiry.run())
         self._striking = asyncio.create_task(self._gaps.run())
+        if self._members is not None:
+            self._courier = asyncio.create_task(keep_courier(self.addresses[0], self.settings))
         self._prefault = threading.Thread(target=self._take_memory, name="kvstore-prefault", daemon=True)
         if self.settings.prefault:
             self._prefault.start()
@@ -162,6 +166,8 @@ class Daemon:
         self.service.drain()
         await self._health.enter_graceful_shutdown()
         if self._members is not None:
+            self._courier.cancel()
+            await asyncio.gather(self._courier, return_exceptions=True)
             await self._members.leave()
         self._admin.close()
         self._stop_prefault.set()
@@ -194,6 +200,10 @@ class Daemon:
         else:
             self._roster.drain()
 
+    def _changed(self, change: Change) -> None:
+        self._journal.record(change)
+        self._beside.changed(change)
+
     async def _serve_metrics(self) -> None:
         from kvstore_server.metrics import MetricsListener  # a tenth of the start, which most do not need
 
@@ -208,11 +218,13 @@ class Daemon:
         log.info("metrics", listening=self._metrics.url)
 
     def _snapshot(self) -> "Snapshot":
-        from kvstore_server.metrics import DiskState, Snapshot
+        from kvstore_server.metrics import DiskState, RemoteState, Snapshot
 
-        spill = self._beside.disk
+        spill, ferry = self._beside.disk, self._beside.remote
         disk = None if spill is None else DiskState(spill.backlog_bytes, len(spill.disks.failures))
-        return Snapshot(self._admin.stats(), disk, None if self._members is None else self._roster.view)
+        members = None if self._members is None else self._roster.view
+        remote = None if ferry is None else RemoteState.of(ferry.tier)
+        return Snapshot(self._admin.stats(), disk, members, remote)
 
     def _remove_files(self) -> None:
         if self.settings.unix_socket:
@@ -265,6 +277,9 @@ class Daemon:
         for shown in self.store.lower.below.statistics():
             if shown.tier == "gpu":
                 log.info("gpu tier", device=shown.pages, capacity=_gib(shown.capacity_bytes))
+                continue
+            if shown.tier == "remote":
+                log.info("remote tier", place=shown.place, capacity=_gib(shown.capacity_bytes))
                 continue
             log.info("disk tier", directory=shown.place, capacity=_gib(shown.capacity_bytes), io=shown.pages)
         if self._beside.disk is not None:

@@ -64,10 +64,10 @@ class Index:
         """Rows of the longest stored prefix, and how many blocks right after it are being written."""
         rows = self.find(hashes)
         states = self.states(rows)
-        num_stored = _leading(states >= State.COMMITTED)
+        num_stored = leading(states >= State.COMMITTED)
         if num_stored == len(rows):
             return rows, 0
-        return rows[:num_stored], _leading(states[num_stored:] == State.WRITING)
+        return rows[:num_stored], leading(states[num_stored:] == State.WRITING)
 
     def row(self, block_hash: BlockHash) -> int:
         """The row of one block, NONE if it is not known."""
@@ -114,13 +114,23 @@ class Index:
         names[self._columns.parent[heads] != NONE] = 0
         return names
 
+    def before(self, row: int) -> IntArray:
+        """The rows that come before this one, from the start of its chain."""
+        before = []
+        parent_at = self._columns.parent_at
+        row = parent_at[row]
+        while row != NONE:
+            before.append(row)
+            row = parent_at[row]
+        return np.array(before[::-1], np.int64)
+
     def stored(self) -> IntArray:
         """Rows of all blocks that a match counts."""
         return np.flatnonzero(self._columns.state >= State.COMMITTED)
 
     def num_warm(self, rows: IntArray) -> int:
         """How many of these stored blocks lead that are in memory or on their way there."""
-        return _leading(self._columns.state.take(rows) != State.COLD)
+        return leading(self._columns.state.take(rows) != State.COLD)
 
     def beside(self, tier: Beside) -> Level:
         return self.gpu if tier == "gpu" else self.disk
@@ -287,14 +297,7 @@ class Index:
 
     def touch(self, rows: IntArray) -> None:
         """These blocks, a run of a chain, and all that come before them were just used."""
-        before = []
-        parent_at = self._columns.parent_at
-        row = parent_at[int(rows[0])]
-        while row != NONE:
-            before.append(row)
-            row = parent_at[row]
-        if before:
-            rows = np.concatenate([np.array(before[::-1], np.int64), rows])
+        rows = np.concatenate([self.before(int(rows[0])), rows])
         if self._uses is None:
             self.stamps.touch(rows)
             return
@@ -432,7 +435,7 @@ class Index:
         assert (self.held(holes) | (columns.children[holes] > 0)).all(), "a hole that nothing holds was kept"
 
 
-def _leading(flags: AnyArray) -> int:
+def leading(flags: AnyArray) -> int:
     """How many of the flags are set before the first that is not."""
     if not len(flags):
         return 0

@@ -31,6 +31,10 @@ class Below(Protocol):
         """These blocks were asked for, and are leased."""
         ...
 
+    def sought(self, space: Space, hashes: HashArray, num_found: int) -> None:
+        """Of this chain so many leading blocks are stored, and nobody is writing the next one."""
+        ...
+
     def rise(self, rise: Rise) -> None:
         """This plan is to be carried out, and `Lower.risen` told."""
         ...
@@ -61,6 +65,9 @@ class NothingBelow:
     def loaded(self, space: Space, rows: IntArray) -> None:
         pass
 
+    def sought(self, space: Space, hashes: HashArray, num_found: int) -> None:
+        pass
+
     def rise(self, rise: Rise) -> None:
         raise AssertionError("no block can be beside memory")
 
@@ -88,6 +95,11 @@ class Lower:
 
     # Up.
 
+    def seek(self, space: Space, hashes: HashArray, num_found: int, num_writing: int) -> None:
+        """Those below know what a match of this chain missed, unless somebody is writing it."""
+        if num_found < len(hashes) and not num_writing:
+            self.below.sought(space, hashes, num_found)
+
     def raise_up(self, space: Space, rows: IntArray) -> None:
         """As many of these cold blocks as there is room for are rising, and leased until they have `risen`.
 
@@ -110,8 +122,10 @@ class Lower:
         ]
         self._bring(space, rows, pendings)
 
-    def prefetch(self, space: Space, rows: IntArray) -> int:
-        """Of these blocks, a stored prefix, as many as there is room for are in memory or rising; how many lead."""
+    def prefetch(self, space: Space, hashes: HashArray) -> int:
+        """Of the stored prefix, as many blocks as there is room for are in memory or rising; how many lead."""
+        rows, num_writing = space.index.prefix(hashes)
+        self.seek(space, hashes, len(rows), num_writing)
         with self._room.held(space, rows):
             self.raise_up(space, rows[space.index.states(rows) == State.COLD])
         cold = np.flatnonzero(space.index.states(rows) == State.COLD)

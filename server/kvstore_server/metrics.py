@@ -23,6 +23,7 @@ from prometheus_client.core import (
 from kvstore.errors import StoreTimeout, StoreUnavailable
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_server.roster import View
+from kvstore_server.tiers.remote import RemoteCounters, RemoteTier
 from kvstore_server.values import Counters
 
 GATHER_TIMEOUT_S: Final = 5.0  # below the 10 s after which Prometheus gives up a scrape
@@ -51,6 +52,16 @@ COUNTERS: Final = {
     "blocks_lowered": "Blocks that left the GPU to make room there.",
 }
 
+REMOTE_COUNTERS: Final = {
+    "blocks_sent": "Blocks that were copied to the remote tier.",
+    "blocks_unsent": "Blocks that were to be copied there, and could not be.",
+    "blocks_fetched": "Blocks that were brought from there into memory.",
+    "blocks_absent": "Blocks that were asked for there, and were not there.",
+    "blocks_wrong": "Objects there that were not the block that they are named after. None was used.",
+    "objects_deleted": "Objects that were deleted there to make room.",
+    "requests_failed": "Requests to the remote tier that failed, or were not answered in time.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class DiskState:
@@ -61,12 +72,29 @@ class DiskState:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteState:
+    """The same of a remote tier."""
+
+    counters: RemoteCounters
+    num_objects: int
+    is_down: bool
+
+    @classmethod
+    def of(cls, tier: RemoteTier) -> "RemoteState":
+        return cls(dataclasses.replace(tier.counters), tier.num_objects, tier.is_down)
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The daemon at one moment; `disk` is None where there is no disk tier, `members` in a store of one machine."""
+    """The daemon at one moment.
+
+    `disk` and `remote` are None where there is no such tier, `members` in a store of one machine.
+    """
 
     stats: pb.StatsReply
     disk: DiskState | None
-    members: View | None
+    members: View | None = None
+    remote: RemoteState | None = None
 
 
 def series(snapshot: Snapshot) -> Iterator[Metric]:
@@ -95,6 +123,18 @@ def series(snapshot: Snapshot) -> Iterator[Metric]:
         yield GaugeMetricFamily(
             "kvstore_cluster_stale", "1: Redis cannot be reached, and the members last known stand.", view.stale
         )
+    if snapshot.remote is not None:
+        yield from _remote(snapshot.remote)
+
+
+def _remote(state: RemoteState) -> Iterator[Metric]:
+    for field in dataclasses.fields(RemoteCounters):
+        count = getattr(state.counters, field.name)
+        yield CounterMetricFamily(f"kvstore_remote_{field.name}_total", REMOTE_COUNTERS[field.name], count)
+    yield GaugeMetricFamily("kvstore_remote_objects", "Objects in the remote tier that are known.", state.num_objects)
+    yield GaugeMetricFamily(
+        "kvstore_remote_down", "1: the remote tier failed, and has not answered since.", state.is_down
+    )
 
 
 def _gaps(gaps: pb.LoopGaps) -> Metric:

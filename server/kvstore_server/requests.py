@@ -128,9 +128,8 @@ class Requests:
         return pb.ServerMessage(matched=pb.Matched(**found._asdict(), rise_bytes_per_s=speed))
 
     def _prefetch(self, connection: Connection, _: int, request: pb.Prefetch) -> pb.ServerMessage:
-        space = connection.session.space
-        rows, _num_writing = space.index.prefix(unpack_hashes(request.hashes))
-        return pb.ServerMessage(prefetched=pb.Prefetched(num_blocks=self._store.lower.prefetch(space, rows)))
+        num_blocks = self._store.lower.prefetch(connection.session.space, unpack_hashes(request.hashes))
+        return pb.ServerMessage(prefetched=pb.Prefetched(num_blocks=num_blocks))
 
     def _load(
         self, connection: Connection, request_id: int, request: pb.Load, *, whole: bool = False

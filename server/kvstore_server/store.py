@@ -128,6 +128,7 @@ class Store:
         self.counters.blocks_asked += len(hashes)
         self.counters.blocks_hit += len(rows)
         self.counters.blocks_missed += len(hashes) - len(rows)
+        self.lower.seek(space, hashes, len(rows), num_writing)
         return rows, num_writing
 
     def load(self, space: Space, hashes: HashArray, follower: Follow, *, follow: bool, whole: bool = False) -> Loaded:

@@ -168,7 +168,8 @@ class DaemonProcess:
     def is_idle(self) -> bool:
         """Nobody is there and nobody's things are left."""
         stats = self.stats()
-        return not (stats.sessions or stats.blocks_leased or stats.blocks_writing)
+        clients = [one for one in stats.sessions if not one.client_name.startswith("courier/")]  # of other daemons
+        return not (clients or stats.blocks_leased or stats.blocks_writing)
 
     def close(self) -> None:
         if self.running:

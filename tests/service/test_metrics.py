@@ -175,8 +175,10 @@ def test_a_scrape_says_what_the_daemon_says(make_daemon: MakeDaemon, connect: Co
 
 
 def test_the_page_lists_exactly_the_series_of_a_daemon(make_daemon: MakeDaemon, port: int, tmp_path: Path) -> None:
-    nowhere = f"unix://{tmp_path}/redis.sock"
-    make_daemon(metrics_port=port, disk_path=tmp_path / "disk", cluster_url=nowhere, node_id="a", **SMALL)
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'kvstore[remote]'")
+    nowhere, remote = f"unix://{tmp_path}/redis.sock", f"file://{tmp_path}/remote"
+    both = {"cluster_url": nowhere, "node_id": "a", "remote_url": remote}
+    make_daemon(metrics_port=port, disk_path=tmp_path / "disk", **both, **SMALL)
     exported = {
         (sample.name, ", ".join(sorted(sample.labels)), family.type, family.documentation)
         for family in families(port)

@@ -53,6 +53,10 @@ class DictTiers:
     def rise(self, rise: Rise) -> None:
         self.rising.append(rise)
 
+    def sought(self, space: Space, hashes: HashArray, num_found: int) -> None:
+        assert num_found < len(hashes)
+        assert space.index.state(space.index.row(BlockHash(hashes[num_found].tobytes()))) < State.WRITING
+
     def loaded(self, space: Space, rows: IntArray) -> None:
         self.stored(space, rows)
 

@@ -135,3 +135,29 @@ def test_the_share_of_a_daemon_is_what_its_memory_and_disks_hold() -> None:
     disks = [{"path": "/a", "capacity": "8GiB"}, {"path": "/b", "capacity": "2GiB"}]
     assert load(None, {}, {"cpu_capacity": "1GiB"}).capacity_bytes == 1 << 30
     assert load(None, {}, {"cpu_capacity": "1GiB", "disks": disks}).capacity_bytes == 11 << 30
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/prefix", "file:///mnt/x", "redis://host:6379/0/prefix", "az://a/c/p", ""])
+def test_a_remote_place_is_a_url(url: str) -> None:
+    assert load(None, {}, {"remote_url": url, "remote_capacity": "1TiB"}).remote_capacity == 1 << 40
+
+
+@pytest.mark.parametrize("url", ["bucket/prefix", "http://bucket/x", "memory:///"])
+def test_a_remote_place_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="remote_url: expected a URL of one of s3, gs"):
+        load(None, {}, {"remote_url": url})
+
+
+@pytest.mark.parametrize("url", ["redis://user:word@host/0/p", "redis://host/0/p?password=word", "az://a/c?sig=word"])
+def test_a_remote_url_with_a_secret_in_it_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="they come from the environment") as caught:
+        load(None, {}, {"remote_url": url})
+    assert "word" not in str(caught.value).replace("password", "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("remote_capacity", 0), ("remote_requests", 0), ("remote_min_blocks", 0), ("checksums", False)]
+)
+def test_a_remote_tier_needs_room_requests_and_checksums(key: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=key):
+        load(None, {}, {"remote_url": "file:///x", key: value})

@@ -17,8 +17,17 @@ from kvstore.types import BootId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_server import metrics
 from kvstore_server.config import load
-from kvstore_server.metrics import COUNTERS, DiskState, MetricsListener, Snapshot, series
+from kvstore_server.metrics import (
+    COUNTERS,
+    REMOTE_COUNTERS,
+    DiskState,
+    MetricsListener,
+    RemoteState,
+    Snapshot,
+    series,
+)
 from kvstore_server.roster import Member, View
+from kvstore_server.tiers.remote import RemoteCounters
 from kvstore_server.values import Counters
 
 # A different number in each counter, so that two that are mixed up show.
@@ -47,6 +56,9 @@ STATS = pb.StatsReply(
 ME = Member("a", BootId(b"1" * 16), ("unix:/a",), 100, draining=False)
 VIEW = View((ME, replace(ME, node_id="b")), epoch=7, replicas=2, stale=True)
 
+# A different number in each again.
+REMOTE = RemoteCounters(*range(101, 101 + len(dataclasses.fields(RemoteCounters))))
+
 
 def exported(snapshot: Snapshot) -> dict[str, float]:
     """Every sample as it is scraped, but for the information of the build."""
@@ -60,6 +72,7 @@ def exported(snapshot: Snapshot) -> dict[str, float]:
 
 def test_every_counter_has_a_help() -> None:
     assert list(COUNTERS) == [field.name for field in dataclasses.fields(Counters)]
+    assert list(REMOTE_COUNTERS) == [field.name for field in dataclasses.fields(RemoteCounters)]
 
 
 def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
@@ -98,6 +111,13 @@ def test_every_figure_of_the_daemon_is_exported_under_its_name() -> None:
         "kvstore_cluster_epoch": 7,
         "kvstore_cluster_stale": 1,
     }
+
+
+def test_a_remote_tier_is_told_of_where_there_is_one() -> None:
+    without = exported(Snapshot(STATS, None))
+    found = exported(Snapshot(STATS, None, remote=RemoteState(REMOTE, num_objects=51, is_down=True)))
+    counters = {f"kvstore_remote_{name}_total": count for name, count in dataclasses.asdict(REMOTE).items()}
+    assert found == without | counters | {"kvstore_remote_objects": 51, "kvstore_remote_down": 1}
 
 
 def test_the_build_is_told_by_version_and_boot_id() -> None:

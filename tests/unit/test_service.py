@@ -14,6 +14,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import PROTOCOL_VERSION, spec_to_proto
 from kvstore_server.config import Settings
 from kvstore_server.mover import Mover
+from kvstore_server.roster import Member, Roster
 from kvstore_server.service import StoreService
 from kvstore_server.store import Store
 from kvstore_server.tiers.cpu import CpuTier
@@ -53,9 +54,11 @@ class Slow:
 @pytest.fixture
 def service() -> Iterator[StoreService]:
     tier = CpuTier(capacity_bytes=1 << 20, slab_bytes=1 << 20, page_lock=PageLock(wanted=False))
+    boot_id = BootId(b"b")
+    alone = Roster(Member("", boot_id, (), 1 << 20, draining=False), replicas=0, ttl_s=1.0, stale=False)
     with closing(tier), closing(Mover(num_threads=1, checksums=True)) as mover:
         yield StoreService(
-            Store(tier), mover, None, Settings(), boot_id=BootId(b"b"), shm_path="", version="1", clock=lambda: 0.0
+            Store(tier), mover, None, alone, Settings(), boot_id=boot_id, shm_path="", version="1", clock=lambda: 0.0
         )
 
 

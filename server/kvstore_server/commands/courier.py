@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -39,6 +40,8 @@ from kvstore_server.logs import configure_logs
 
 TIMEOUT_S: Final = 10.0
 RETRY_S: Final = 10.0  # after something could not be copied
+PAUSE_S: Final = 1.0  # after the daemon's events broke off
+MAX_ROUNDS: Final = 10  # of a hand-over, which begins again when the members change
 RUN_BLOCKS: Final = 64
 RUN_BYTES: Final = 16 << 20
 _NO_PARENT: Final = bytes(HASH_BYTES)
@@ -104,13 +107,15 @@ class Courier:
 
     def hand_over(self, progress: Callable[[Tally], None]) -> Tally:
         """All that the daemon has now is with those that own it without this member. Raises: StoreUnavailable."""
-        view = self._known()
-        for event in self._watch(view):
-            if event.kind == pb.Event.SNAPSHOT_END:
-                return self.tally
-            self._spread(event, view, everything=True)
-            progress(self.tally)
-        raise StoreUnavailable("drain: the members changed, or the daemon is gone; drain it again")
+        for _ in range(MAX_ROUNDS):
+            self.tally = Tally()
+            view = self._known()
+            for event in self._watch(view):
+                if event.kind == pb.Event.SNAPSHOT_END:
+                    return self.tally
+                self._spread(event, view, everything=True)
+                progress(self.tally)
+        raise StoreUnavailable(f"drain: the members changed {MAX_ROUNDS} times meanwhile; drain it again")
 
     def connect(self) -> None:
         """Sessions with the daemon, which takes no new ones once it drains, are open for all that it has."""
@@ -266,7 +271,11 @@ def main() -> None:
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     with Courier(told["address"], node=told["node"], token=told["token"]) as courier:
         while True:
-            courier.run()
+            try:
+                courier.run()
+            except KVStoreError as error:  # it fell behind, say
+                log.warning("courier: begins again", why=str(error))
+                time.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def cluster(address: str) -> dict[str, Any] | None:
     `address` is "kvstore://ADDRESS,ADDRESS", or that of one daemon: None then, if it is not one of several.
     Raises: InvalidRequest (no address), StoreUnavailable, if none of the daemons answers.
     """
-    reply = _members([seed for seed in address.removeprefix(SCHEME).split(",") if seed])
+    reply = _told(address)
     if not (address.startswith(SCHEME) or any(member.node_id for member in reply.members)):
         return None
     with ThreadPoolExecutor(min(len(reply.members), _MAX_ASKED_AT_ONCE)) as pool:
@@ -44,7 +44,13 @@ def render_cluster(shown: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _members(seeds: list[str]) -> pb.MembersReply:
+def members(address: str) -> list[pb.Member]:
+    """Those that any one daemon of `address` tells. Raises: as `cluster`."""
+    return [member for member in _told(address).members if member.node_id]
+
+
+def _told(address: str) -> pb.MembersReply:
+    seeds = [seed for seed in address.removeprefix(SCHEME).split(",") if seed]
     if not seeds:
         raise InvalidRequest("ADDRESS: expected kvstore://HOST:PORT,HOST:PORT, got no host; name at least one daemon")
     refusals: list[KVStoreError] = []

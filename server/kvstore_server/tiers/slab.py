@@ -60,6 +60,11 @@ class SlabArena:
         return self._used_bytes
 
     @property
+    def filled_bytes(self) -> int:
+        """Bytes of slots in use, each with its share of its slab."""
+        return sum(slab.size_bytes * slab.num_used // slab.num_slots for slab in self._slabs.values())
+
+    @property
     def num_slabs(self) -> int:
         return len(self._slabs)
 
