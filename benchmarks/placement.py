@@ -20,7 +20,7 @@ import numpy as np
 from hit_rate import Request, hashes_of, read
 
 from kvstore.errors import InvalidRequest
-from kvstore.placement import SEGMENT_BLOCKS, Placement
+from kvstore.placement import Placement, segment_blocks
 from kvstore.types import AnyArray, IntArray
 
 
@@ -54,15 +54,15 @@ def main() -> None:
 
 def balance(requests: Sequence[Request], *, num_nodes: int, block_tokens: int) -> Balance:
     """All blocks of the trace were placed. Raises: InvalidRequest, if its blocks cannot be cut to that size."""
-    cut = requests[0].block_tokens // block_tokens
-    if requests[0].block_tokens % block_tokens or SEGMENT_BLOCKS % cut:
+    cut, length = requests[0].block_tokens // block_tokens, segment_blocks(block_tokens)
+    if requests[0].block_tokens % block_tokens or length % cut:
         raise InvalidRequest(
-            f"block-tokens: expected a part of {requests[0].block_tokens} of which {SEGMENT_BLOCKS} are no less than a "
-            f"block of the trace, got {block_tokens}"
+            f"block-tokens: expected a part of {requests[0].block_tokens}, the blocks of the trace, whole ones of "
+            f"which make a segment, got {block_tokens}"
         )
     # A block of the trace stands for all before it, too, so that it has one place in its chain, and one segment.
     numbers = np.concatenate([request.blocks for request in requests])
-    heads = np.concatenate([_heads(request.blocks, SEGMENT_BLOCKS // cut) for request in requests])
+    heads = np.concatenate([_heads(request.blocks, length // cut) for request in requests])
     _, firsts, asked = np.unique(numbers, return_index=True, return_counts=True)
     segments = _segments(heads[firsts] * cut)
     before = _owners(segments, num_nodes)

@@ -1,8 +1,9 @@
 """Which daemon of a store keeps a block: rendezvous hashing of the segment of the chain that the block is in.
 
-A segment is 64 blocks in a row, so that what is asked for together lies together. Every segment ranks the members by a
-score of its own; the first `replicas` of them own it. A member that leaves gives up its segments and no others; one
-that joins takes its share and nothing else moves.
+A segment is 512 tokens in a row: enough that what is asked for together lies together, and few enough that a prefix
+which many ask for is spread over several members. Every segment ranks the members by a score of its own; the first
+`replicas` of them own it. A member that leaves gives up its segments and no others; one that joins takes its share and
+nothing else moves.
 
 Source: docs/spec/placement.md, which defines segment and score bit by bit; Schindelhauer and Schomaker, "Weighted
 Distributed Hash Tables" (2005), for the weights.
@@ -17,21 +18,27 @@ import numpy as np
 from kvstore.errors import InvalidRequest
 from kvstore.types import AnyArray, BlockHash, IntArray
 
-SEGMENT_BLOCKS: Final = 64
+SEGMENT_TOKENS: Final = 512
 
 _TAG: Final = b"kvstore/member/v1\0"
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND: Final = np.uint64(0x94D049BB133111EB)
 
 
-def segments(chain: Sequence[BlockHash]) -> AnyArray:
+def segment_blocks(block_tokens: int) -> int:
+    """How many blocks of so many tokens are a segment."""
+    return max(1, SEGMENT_TOKENS // block_tokens)
+
+
+def segments(chain: Sequence[BlockHash], *, block_tokens: int) -> AnyArray:
     """`[n]` u64: of each block of a chain, from its first on, the segment that it is in."""
-    return segments_from(chain[::SEGMENT_BLOCKS])[: len(chain)]
+    heads = chain[:: segment_blocks(block_tokens)]
+    return segments_from(heads, block_tokens=block_tokens)[: len(chain)]
 
 
-def segments_from(heads: Sequence[BlockHash]) -> AnyArray:
-    """`[64 n]` u64: as `segments`, of whole segments whose first blocks these are."""
-    return np.repeat(np.frombuffer(b"".join([head[:8] for head in heads]), "<u8"), SEGMENT_BLOCKS)
+def segments_from(heads: Sequence[BlockHash], *, block_tokens: int) -> AnyArray:
+    """`[segment_blocks * n]` u64: as `segments`, of whole segments whose first blocks these are."""
+    return np.repeat(np.frombuffer(b"".join([head[:8] for head in heads]), "<u8"), segment_blocks(block_tokens))
 
 
 class Placement:

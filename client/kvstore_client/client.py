@@ -183,7 +183,7 @@ class KVClient:
         """
         check_segments(segments, num_blocks=len(hashes))
         chosen = parts_of(parts, self.spec)
-        message = store_request(packed(hashes), parent=parent, parts=None if parts is None else chosen, epoch=0)
+        message = store_request(packed(hashes), parent=parent, parts=None if parts is None else chosen)
         deadline = self._deadline(timeout_s)
         session = self._link.channel.session(deadline)
         answer, _ = session.call(message, deadline=deadline, undo=undo_store)

@@ -31,7 +31,7 @@ from kvstore_client.load import Load
 from kvstore_client.locate import Match, worth_loading
 from kvstore_client.options import ClientOptions, ClientStatistics
 from kvstore_client.owners import ask_all, ask_readers, check_any, holders, reserve
-from kvstore_client.placing import runs_of
+from kvstore_client.placing import Run, runs_of
 from kvstore_client.regions import Region
 
 SCHEME: Final = "kvstore://"
@@ -96,7 +96,7 @@ class ClusterClient:
         if no member that was asked has answered.
         """
         check_segments(segments, num_blocks=len(hashes))
-        data, runs = packed(hashes), runs_of(hashes, segments)
+        data, runs = packed(hashes), self._runs_of(hashes, segments)
         deadline = self._deadline(timeout_s)
         name = self._shared.new_lease() if lease is None else lease
         asked = ask_readers(
@@ -122,7 +122,7 @@ class ClusterClient:
     ) -> int:
         """As `KVClient.prefetch`. Raises: as `match`."""
         check_segments(segments, num_blocks=len(hashes))
-        data, runs = packed(hashes), runs_of(hashes, segments)
+        data, runs = packed(hashes), self._runs_of(hashes, segments)
         deadline = self._deadline(timeout_s)
         asked = ask_readers(
             self._links.ring(deadline),
@@ -156,7 +156,7 @@ class ClusterClient:
             raise InvalidRequest("load: expected either into=... or view=True, got neither or both; choose one")
         hashes = hashes_of(blocks, follow=follow)
         check_segments(segments, num_blocks=len(hashes))
-        data, runs = packed(hashes), runs_of(hashes, segments)
+        data, runs = packed(hashes), self._runs_of(hashes, segments)
         chosen = parts_of(parts, self.spec)
         rows = None
         if into is not None:
@@ -206,7 +206,7 @@ class ClusterClient:
         if parent is not None and segments is None:
             raise InvalidRequest("store: expected segments for a run with a parent, got none; cut them like the hashes")
         check_segments(segments, num_blocks=len(hashes))
-        data, runs = packed(hashes), runs_of(hashes, segments)
+        data, runs = packed(hashes), self._runs_of(hashes, segments)
         chosen = parts_of(parts, self.spec)
         deadline = self._deadline(timeout_s)
         ask = partial(reserve, data=data, runs=runs, parent=parent, parts=parts, deadline=deadline)
@@ -283,12 +283,15 @@ class ClusterClient:
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self.options.timeout_s if timeout_s is None else timeout_s)
 
+    def _runs_of(self, hashes: Sequence[BlockHash], segments: AnyArray | None) -> list[Run]:
+        return runs_of(hashes, segments, block_tokens=self.spec.block_tokens)
+
     def _pieces(
         self, answers: Sequence[tuple[Link, IntArray, Answered | KVStoreError]], parts: Sequence[int]
     ) -> list[Piece]:
         """The writes that were begun."""
         return [
-            Piece(link.write(answer.session, answer.message.reserved, parts=parts), theirs, link)
+            Piece(link.write(answer.session, answer.message.reserved, parts=parts), theirs)
             for link, theirs, answer in answers
             if isinstance(answer, Answered)
         ]

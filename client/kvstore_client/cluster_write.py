@@ -6,22 +6,20 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.errors import InvalidRequest, KVStoreError, StoreTimeout, StoreUnavailable
+from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.spec import KVSpec
 from kvstore.types import IntArray, Outcome
 from kvstore_client.buffers import Rows, RowsLike, as_rows
 from kvstore_client.fanout import each
-from kvstore_client.link import Link
 from kvstore_client.write import Write
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one daemon takes in at a time: its block i is block `blocks[i]` of the whole."""
+    """What one daemon takes in: its block i is block `blocks[i]` of the whole."""
 
     write: Write
     blocks: IntArray
-    link: Link  # to that daemon
 
 
 class ClusterWrite:
@@ -107,11 +105,8 @@ class ClusterWrite:
     def _send(self, source: Rows, parts: Sequence[int], begins: list[int], timeout_s: float | None) -> None:
         deadline = self._deadline(timeout_s)
         self._on_all(
-            lambda piece: piece.write.send(
-                source.pick(piece.blocks), parts, begins, timeout_s=_left(deadline), wait=False
-            )
+            lambda piece: piece.write.send(source.pick(piece.blocks), parts, begins, timeout_s=_left(deadline))
         )
-        self._on_all(lambda piece: piece.write.wait_sent(_left(deadline)))
 
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
@@ -147,29 +142,10 @@ def abort_all(pieces: Sequence[Piece], pool: Executor) -> None:
 
 
 def _done(pieces: Sequence[Piece], act: Callable[[Piece], object], pool: Executor) -> dict[int, KVStoreError]:
-    """Done with every daemon at once, one piece after the other. By id of the piece, what failed."""
-    by_link: dict[Link, list[Piece]] = {}
-    for piece in pieces:
-        by_link.setdefault(piece.link, []).append(piece)
-    failures: dict[int, KVStoreError] = {}
-
-    def work(mine: list[Piece]) -> None:
-        lost: KVStoreError | None = None  # the daemon does not answer: the others are not tried
-        for piece in mine:
-            if lost is not None:
-                piece.write.give_up()
-                failures[id(piece)] = lost
-                continue
-            try:
-                act(piece)
-            except InvalidRequest:
-                raise
-            except KVStoreError as error:
-                failures[id(piece)] = error
-                lost = error if isinstance(error, StoreTimeout | StoreUnavailable) else None
-
-    each(pool, [partial(work, mine) for mine in by_link.values()])
-    return failures
+    """Done with every daemon at once. By id of the piece, what failed."""
+    results = each(pool, [partial(act, piece) for piece in pieces])
+    told = zip(pieces, results, strict=True)
+    return {id(piece): result for piece, result in told if isinstance(result, KVStoreError)}
 
 
 def _left(deadline: float) -> float:

@@ -204,11 +204,21 @@ def release_request(lease: str) -> pb.ClientMessage:
 
 
 def store_request(
-    packed: bytes, *, parent: BlockHash | None, parts: Sequence[int] | None, epoch: int
+    packed: bytes,
+    *,
+    parent: BlockHash | None,
+    parts: Sequence[int] | None,
+    epoch: int = 0,
+    heads: Sequence[int] = (),
 ) -> pb.ClientMessage:
-    """`parts` None: all. `epoch`: of the members by which the blocks were placed; 0: they were not."""
-    wire_parts = b"" if parts is None else pack_u32(parts)
-    return pb.ClientMessage(store=pb.Store_(parent=parent or b"", hashes=packed, parts=wire_parts, epoch=epoch))
+    """`parts` None: all. `epoch`: of the members by which the blocks were placed; 0: they were not.
+
+    `heads`: blocks after the first that begin a chain.
+    """
+    store = pb.Store_(parent=parent or b"", hashes=packed, epoch=epoch, heads=pack_u32(heads))
+    if parts is not None:
+        store.parts = pack_u32(parts)
+    return pb.ClientMessage(store=store)
 
 
 def undo_store(request_id: int) -> pb.ClientMessage:

@@ -83,23 +83,28 @@ def reserve(
     parts: Sequence[int] | None,
     deadline: float,
 ) -> list[tuple[Link, IntArray, Answered | KVStoreError]]:
-    """Of each run: the way to the member that takes it in, its blocks, and the answer, or why there is none.
+    """The way to each member that takes blocks in, those blocks, and the answer, or why there is none.
 
-    Each begins a chain, as the block before it may lie with another member, but for one that begins within a segment.
-    The last runs are sent first, so that those before them count as used later, and a chain is evicted from its end.
-    Raises: StoreFull, if all members are draining.
+    Each run begins a chain, as the block before it may lie with another member, but for one that begins within a
+    segment. Raises: StoreFull, if all members are draining.
     """
     owners = ring.view.writers(runs, ring.live())
     if NOBODY in owners:
         raise StoreFull("the members of the store are all draining and take nothing new; skip this save")
+    mine = shares(runs, owners)
+    within = bool(runs) and not data.startswith(runs[0].segment.to_bytes(8, "little"))
     questions = []
-    for run, owner in reversed(list(zip(runs, owners, strict=True))):
-        within = run is runs[0] and not data.startswith(run.segment.to_bytes(8, "little"))
-        before = parent if within else None
-        message = store_request(_cut(data, [run]), parent=before, parts=parts, epoch=ring.view.epoch)
-        questions.append(Question(ring.links[owner], message, undo_store))
-    answers = zip(reversed(runs), questions, ask(questions, deadline=deadline), strict=True)
-    return [(question.link, indices_of([run]), answer) for run, question, answer in answers]
+    for node, theirs in mine.items():
+        message = store_request(
+            _cut(data, theirs),
+            parent=parent if within and theirs[0] is runs[0] else None,
+            parts=parts,
+            epoch=ring.view.epoch,
+            heads=np.cumsum([run.end - run.begin for run in theirs])[:-1].tolist(),
+        )
+        questions.append(Question(ring.links[node], message, undo_store))
+    answers = zip(questions, mine.values(), ask(questions, deadline=deadline), strict=True)
+    return [(question.link, indices_of(theirs), answer) for question, theirs, answer in answers]
 
 
 def check_any(answers: Sequence[object]) -> None:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvstore.placement import SEGMENT_BLOCKS, Placement
+from kvstore.placement import Placement, segment_blocks
 from kvstore.types import AnyArray, BlockHash, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 
@@ -27,13 +27,13 @@ class Run(NamedTuple):
     segment: int
 
 
-def runs_of(hashes: Sequence[BlockHash], segments: AnyArray | None) -> list[Run]:
-    """The runs of blocks in these segments; None: of blocks that begin a chain."""
+def runs_of(hashes: Sequence[BlockHash], segments: AnyArray | None, *, block_tokens: int) -> list[Run]:
+    """The runs of blocks in these segments; None: of blocks of so many tokens that begin a chain."""
     count = len(hashes)
     if not count:
         return []
     if segments is None:
-        begins = list(range(0, count, SEGMENT_BLOCKS))
+        begins = list(range(0, count, segment_blocks(block_tokens)))
         names = [int.from_bytes(hashes[begin][:8], "little") for begin in begins]
     else:
         begins = [0, *(np.flatnonzero(segments[1:] != segments[:-1]) + 1).tolist()]

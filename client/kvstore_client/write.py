@@ -57,7 +57,6 @@ class Write:
         self._timeout_s = timeout_s
         self._new = np.array(self.new_blocks, np.int64)
         self._put: set[int] = set()
-        self._unwaited = False  # something was sent from a region, and nobody has waited for it
         self._over: str = ""  # how it ended
         self._acks = threading.Condition()
         self._unacknowledged = 0
@@ -106,27 +105,11 @@ class Write:
         begins = [self._spec.part_range(part)[0] for part in self.parts]
         self.send(source, self.parts, begins, timeout_s=timeout_s)
 
-    def send(
-        self, source: Rows, parts: Sequence[int], begins: list[int], *, timeout_s: float | None, wait: bool = True
-    ) -> None:
-        """As `put`, for parts of this write which begin at `begins` within each row.
-
-        Without `wait`, rows in a region may be reused only after `wait_sent`.
-        """
+    def send(self, source: Rows, parts: Sequence[int], begins: list[int], *, timeout_s: float | None) -> None:
+        """As `put`, for parts of this write which begin at `begins` within each row."""
         self._check_open()
         self._claim(parts)
-        self._move(source, parts, begins, timeout_s, wait)
-
-    def wait_sent(self, timeout_s: float | None = None) -> None:
-        """What was sent without waiting may be reused. Raises: as `put` does."""
-        self._check_open()
-        if self._unwaited:
-            self._unwaited = False
-            try:
-                self._wait_acknowledged(self._deadline(timeout_s))
-            except KVStoreError:
-                self.give_up()
-                raise
+        self._move(source, parts, begins, timeout_s)
 
     def commit(self, timeout_s: float | None = None) -> list[Outcome]:
         """The write is over, and this is what became of each block: STORED, WRITING, FULL, ORPHAN or FAILED.
@@ -143,7 +126,7 @@ class Write:
             self._wait_acknowledged(deadline)
             answer = self._call(pb.ClientMessage(commit=pb.Commit(write_id=self._id)), deadline)
         except KVStoreError:
-            self.give_up()
+            self._give_up()
             raise
         self._over = "committed"
         self.outcomes = [Outcome(value) for value in answer.committed.outcomes]
@@ -164,7 +147,7 @@ class Write:
 
     # Sending.
 
-    def _move(self, source: Rows, parts: Sequence[int], begins: list[int], timeout_s: float | None, wait: bool) -> None:
+    def _move(self, source: Rows, parts: Sequence[int], begins: list[int], timeout_s: float | None) -> None:
         """The new blocks' parts, which begin at `begins` within each row, are sent."""
         if not self.num_new:
             return
@@ -175,13 +158,11 @@ class Write:
             region = self._regions.containing(addresses, source.row_bytes)
             if region is not None:
                 self._send_region(region, addresses, parts, begins, deadline)
-                if wait:
-                    self._wait_acknowledged(deadline)
-                self._unwaited = not wait
+                self._wait_acknowledged(deadline)
             else:
                 self._send_staged(source, parts, begins, deadline)
         except KVStoreError:
-            self.give_up()
+            self._give_up()
             raise
 
     def _send_region(
@@ -298,7 +279,7 @@ class Write:
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
-    def give_up(self) -> None:
+    def _give_up(self) -> None:
         """Over, without waiting: the daemon is told to give up what is not committed."""
         self._over = "given up"
         if self._session.alive:

@@ -279,16 +279,18 @@ class Arrived(_message.Message):
     def __init__(self, blocks: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., errors: _Optional[_Iterable[_Union[BlockError, _Mapping]]] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class Store_(_message.Message):
-    __slots__ = ("parent", "hashes", "parts", "epoch")
+    __slots__ = ("parent", "hashes", "parts", "epoch", "heads")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
     parent: bytes
     hashes: bytes
     parts: bytes
     epoch: int
-    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+    heads: bytes
+    def __init__(self, parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., epoch: _Optional[int] = ..., heads: _Optional[bytes] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("write_id", "outcomes")

@@ -11,12 +11,12 @@ A hole that nothing holds is forgotten. Whole prefixes are handled by vectorised
 0.15 us a block (docs/adr/0004).
 """
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy as np
 
 from kvstore.hashing import unpack
-from kvstore.placement import SEGMENT_BLOCKS
 from kvstore.types import AnyArray, BlockHash, HashArray, IntArray
 from kvstore_server.eviction import LRU, BoolArray, EvictionPolicy, Stamps, Ticks
 from kvstore_server.level import ONE, Columns, Level, State, grown
@@ -98,13 +98,14 @@ class Index:
         hashes[parents == NONE] = b""
         return hashes
 
-    def segments(self, rows: IntArray) -> AnyArray:
-        """`[n]` u64: the segment of each of these, by the block that begins its chain here; 0 if that is too far.
+    def segments(self, rows: IntArray, *, length: int) -> AnyArray:
+        """`[n]` u64: the segment of each of these, by the block that begins its chain here.
 
+        0 if that is `length` blocks away, as many as are in a segment, or more.
         Source: docs/spec/placement.md; writers that place blocks begin a chain with each segment.
         """
         heads = rows.copy()
-        for _ in range(SEGMENT_BLOCKS - 1):
+        for _ in range(length - 1):
             parents = self._columns.parent[heads]
             if (parents == NONE).all():
                 break
@@ -178,18 +179,27 @@ class Index:
     # Bytes come.
 
     def insert(
-        self, hashes: HashArray, *, parent: int, slots: IntArray, generations: IntArray
+        self,
+        hashes: HashArray,
+        *,
+        parent: int,
+        slots: IntArray,
+        generations: IntArray,
+        heads: Sequence[int] = (),
     ) -> tuple[IntArray, IntArray]:
         """Those of a run of a chain that have no bytes are being written, each into its slot in memory, in order.
 
-        `parent` is the row before the run, or NONE; no hash comes twice. Returns the rows of all, and the
-        positions of those that are being written from now on, as many as there are slots.
+        `parent` is the row before the run, or NONE; `heads` are positions at which another run begins, which nothing
+        comes before; no hash comes twice. Returns the rows of all, and the positions of those that are being written
+        from now on, as many as there are slots.
         """
         rows = self.find(hashes)
         unknown = np.flatnonzero(rows == NONE)
         if len(unknown):
             rows[unknown] = self._new_rows(hashes[unknown])
-            self._link(rows[unknown], np.concatenate([[parent], rows[:-1]])[unknown])
+            parents = np.concatenate([[parent], rows[:-1]])
+            parents[np.asarray(heads, np.int64)] = NONE
+            self._link(rows[unknown], parents[unknown])
         begun = np.flatnonzero(self._columns.state[rows] == State.HOLE)
         self._fill(rows[begun], slots, generations, State.WRITING)
         return rows, begun

@@ -165,6 +165,7 @@ class Requests:
             parent=BlockHash(request.parent) if request.parent else None,
             hashes=unpack_hashes(request.hashes),
             parts=unpack_u32(request.parts, name="parts").tolist(),
+            heads=unpack_u32(request.heads, name="heads").tolist(),
         )
         return pb.ServerMessage(reserved=pb.Reserved(write_id=write.id, outcomes=bytes(write.outcomes)))
 

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import structlog
 
-from kvstore.placement import SEGMENT_BLOCKS
+from kvstore.placement import segment_blocks
 from kvstore.transport.memory import copy_pieces
 from kvstore.types import BlockHash, HashArray, Namespace, Outcome
 from kvstore_server.index import leading
@@ -106,18 +106,18 @@ class Seeker:
             for position, block in zip(positions, blocks, strict=True):
                 if isinstance(block, BaseException):
                     raise block
-                parent = None if self._begins_chain(position) else _hash(ask.hashes, position - 1)
+                parent = None if self._begins_chain(space, position) else _hash(ask.hashes, position - 1)
                 one = ask.hashes[position : position + 1]
                 if block is None or not await self._store_here(space, parent, one, block):
                     return
 
-    def _begins_chain(self, position: int) -> bool:
+    def _begins_chain(self, space: Space, position: int) -> bool:
         """Whether nothing comes before this block of an ask, as its writer would have it.
 
         Of several daemons, each is asked for the segments that it owns, one after the other, and they need not follow
         each other. Source: docs/spec/placement.md.
         """
-        return position % SEGMENT_BLOCKS == 0 if self._store.placed else position == 0
+        return position % segment_blocks(space.spec.block_tokens) == 0 if self._store.placed else position == 0
 
     async def _store_here(self, space: Space, parent: BlockHash | None, block_hash: HashArray, block: Unsealed) -> bool:
         """The block, `[1]` hash, is stored; False, if it cannot be: no room, or what it follows is not here."""

@@ -117,11 +117,19 @@ class Session:
 
     # Writing.
 
-    def reserve(self, request_id: int, *, parent: BlockHash | None, hashes: HashArray, parts: Sequence[int]) -> Write:
+    def reserve(
+        self,
+        request_id: int,
+        *,
+        parent: BlockHash | None,
+        hashes: HashArray,
+        parts: Sequence[int],
+        heads: Sequence[int] = (),
+    ) -> Write:
         """A write of this session, with the outcome for each block."""
         if len(self._writes) >= MAX_WRITES:
             raise StoreFull(f"writes: expected at most {MAX_WRITES} open in a session; commit or abort some")
-        write = self._store.reserve(self.space, parent=parent, hashes=hashes, parts=parts)
+        write = self._store.reserve(self.space, parent=parent, hashes=hashes, parts=parts, heads=heads)
         write.request_id = request_id
         self._writes[write.id] = write
         return write

@@ -5,6 +5,7 @@ copy, and another takes note when that is done; nothing is awaited in between he
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -171,55 +172,73 @@ class Store:
 
     # Writing.
 
-    def reserve(self, space: Space, *, parent: BlockHash | None, hashes: HashArray, parts: Sequence[int]) -> Write:
+    def reserve(
+        self,
+        space: Space,
+        *,
+        parent: BlockHash | None,
+        hashes: HashArray,
+        parts: Sequence[int],
+        heads: Sequence[int] = (),
+    ) -> Write:
         """Every block that is new and has room is in writing; the outcomes say what became of each.
 
-        `parts` are those that the writer delivers; none: all. Raises: InvalidRequest, if one does not exist.
+        `parts` are those that the writer delivers; none: all. `heads` are the positions at which another run begins,
+        each of which begins a chain. Raises: InvalidRequest, if a part or a head is out of bounds, or hashes repeat.
         """
         claimed = set_of(parts, space) if parts else space.all_parts
         if len(set(hashes.tolist())) != len(hashes):
             raise InvalidRequest("hashes: expected each block once, got one twice; store each block once")
+        bounds = [0, *heads, len(hashes)]
+        if heads and not all(one < other for one, other in pairwise(bounds)):
+            raise InvalidRequest(f"heads: expected ascending ones from 1 to {len(hashes) - 1}, got {heads[:8]}")
         self._last_write += 1
         write = Write(WriteId(self._last_write), space, hashes, [Outcome.STORED] * len(hashes))
         before = NONE if parent is None else space.index.row(parent)
         if parent is not None and space.index.state(before) == State.HOLE:
-            write.outcomes = [Outcome.ORPHAN] * len(hashes)
-            return write
-        known = space.index.find(hashes)
+            write.outcomes[: bounds[1]] = [Outcome.ORPHAN] * bounds[1]
+            before, bounds = NONE, bounds[1:]
+        begin, end = bounds[0], len(hashes)
+        known = space.index.find(hashes[begin:])
         with self._room.held(space, np.append(known, before)):
             missing = np.flatnonzero(space.index.states(known) == State.HOLE)
             slots = self._room.make(space, len(missing))
-            num_refused = 0
             if len(slots) < len(missing):
-                num_refused = len(hashes) - int(missing[len(slots)])
-                write.outcomes[-num_refused:] = [Outcome.FULL] * num_refused
+                end = begin + int(missing[len(slots)])
+                num_refused = len(hashes) - end
+                write.outcomes[end:] = [Outcome.FULL] * num_refused
                 self.counters.blocks_refused += num_refused
-            self._begin(write, len(hashes) - num_refused, before, claimed, slots)
+            runs = [slice(one, min(other, end)) for one, other in pairwise(bounds) if one < end]
+            self._begin(write, runs, before, claimed, slots)
         return write
 
-    def _begin(self, write: Write, count: int, before: int, claimed: int, slots: IntArray) -> None:
-        """The first `count` blocks of the write, for which there are just enough slots, are in writing or stored."""
-        if not count:
+    def _begin(self, write: Write, runs: Sequence[slice], before: int, claimed: int, slots: IntArray) -> None:
+        """These runs of blocks, one behind the other, with just enough slots for them, are in writing or stored."""
+        if not runs:
             return
-        space, hashes = write.space, write.hashes[:count]
+        first = runs[0].start
+        space, hashes = write.space, write.hashes[first : runs[-1].stop]
         generations = self._room.next_generations(len(slots))
-        rows, begun = space.index.insert(hashes, parent=before, slots=slots, generations=generations)
+        heads = [run.start - first for run in runs[1:]]
+        rows, begun = space.index.insert(hashes, parent=before, heads=heads, slots=slots, generations=generations)
         self.tier.publish(slots, generations=generations, hashes=hashes[begun], used_bytes=space.spec.block_bytes)
         in_writing = np.flatnonzero(space.index.states(rows) == State.WRITING).tolist()
         slot_of = dict(zip(begun.tolist(), slots.tolist(), strict=True))
         all_parts = space.all_parts
         for position, row in zip(in_writing, rows[in_writing].tolist(), strict=True):
             slot = slot_of.get(position)
+            block = first + position
             if slot is not None:
                 pending = space.writes.begin(row=row, slot=slot, all_parts=all_parts, writer=write.id, parts=claimed)
             else:
                 pending = space.writes.of(row)
                 if not space.writes.join(pending, writer=write.id, parts=claimed):
-                    write.outcomes[position] = Outcome.WRITING
+                    write.outcomes[block] = Outcome.WRITING
                     continue
-            write.pending[position] = pending
-            write.outcomes[position] = Outcome.NEW
-        space.index.touch(rows)
+            write.pending[block] = pending
+            write.outcomes[block] = Outcome.NEW
+        for run in reversed(runs):  # so that the first block is the last to go
+            space.index.touch(rows[run.start - first : run.stop - first])
 
     def plan_intake(
         self,

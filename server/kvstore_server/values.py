@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvstore.errors import KVStoreError
+from kvstore.placement import segment_blocks
 from kvstore.spec import KVSpec
 from kvstore.transport.shm import SlabLayout
 from kvstore.types import AnyArray, ByteArray, HashArray, IntArray, Location, Namespace, Outcome, WriteId
@@ -193,6 +194,6 @@ class Change:
 def change_of(space: Space, rows: IntArray, *, tier: str = "cpu", placed: bool = False) -> Change:
     """What a watcher is told of these blocks, which are stored; `placed`: with their segments."""
     index = space.index
-    segments = index.segments(rows) if placed else None
+    segments = index.segments(rows, length=segment_blocks(space.spec.block_tokens)) if placed else None
     hashes, parents = index.hashes_of(rows), index.parent_hashes(rows)
     return Change(space.namespace, True, hashes, parents, space.spec.block_tokens, tier, segments)

@@ -18,7 +18,6 @@ from kvstore_client import (  # noqa: E402
     ClientOptions,
     KVClient,
     KVSpec,
-    placing,
 )
 from kvstore_client.adapters.transformers import (  # noqa: E402
     Prefill,
@@ -103,8 +102,7 @@ def client(spec: KVSpec, house: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
         with KVClient.in_process(spec, capacity_bytes=32 << 20) as client:
             yield client
     else:
-        for module in (placement, placing):
-            monkeypatch.setattr(module, "SEGMENT_BLOCKS", 2)  # so that short prompts lie with both
+        monkeypatch.setattr(placement, "SEGMENT_TOKENS", 2 * BLOCK_TOKENS)  # so that short prompts lie with both
         with cluster_in_process(spec, num_daemons=2) as cluster:
             yield cluster
 

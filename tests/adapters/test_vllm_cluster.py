@@ -12,8 +12,6 @@ from tellers import cluster_in_process  # noqa: E402
 
 from kvstore import placement  # noqa: E402
 from kvstore.spec import KVSpec  # noqa: E402
-from kvstore_client import placing  # noqa: E402
-from kvstore_client.adapters.vllm import scheduler  # noqa: E402
 from kvstore_client.adapters.vllm.groups import CacheGroups, Layer  # noqa: E402
 from kvstore_client.adapters.vllm.options import ConnectorOptions  # noqa: E402
 from kvstore_client.adapters.vllm.worker import WorkerSide  # noqa: E402
@@ -66,8 +64,7 @@ def step(side: WorkerSide, plan: Any) -> Any:
 
 
 def test_what_is_saved_in_two_steps_is_found_and_loaded_behind_local_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (placement, placing, scheduler):
-        monkeypatch.setattr(module, "SEGMENT_BLOCKS", 2)  # so that a short prompt lies with both daemons
+    monkeypatch.setattr(placement, "SEGMENT_TOKENS", 2 * BLOCK_TOKENS)  # so that a short prompt lies with both daemons
     hashes = chain(10, of=KV)
     written, read = engine_cache(1), engine_cache(2)
     with cluster_in_process(KV) as client:
@@ -82,7 +79,8 @@ def test_what_is_saved_in_two_steps_is_found_and_loaded_behind_local_tokens(monk
         mover._saves._commits.submit(lambda: None).result()  # there is one thread
         assert mover.tally.take()["blocks_saved"] == 10
         assert client.match(hashes, lease="").num_found == 10
-        owners = placement.Placement({"n0": 1.0, "n1": 1.0}).owners(placement.segments(hashes))
+        where = placement.segments(hashes, block_tokens=BLOCK_TOKENS)
+        owners = placement.Placement({"n0": 1.0, "n1": 1.0}).owners(where)
         assert set(owners.ravel().tolist()) == {0, 1}
 
         loading = Side(client, async_load=False)  # type: ignore[arg-type]

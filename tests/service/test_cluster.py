@@ -14,15 +14,17 @@ from service.harness import DEADLINE_S, DaemonProcess, eventually
 from tellers import Teller, member
 
 from kvstore.errors import BlockMissing, InvalidRequest, MembersChanged, StoreTimeout, StoreUnavailable
-from kvstore.placement import SEGMENT_BLOCKS, Placement, segments
+from kvstore.placement import Placement, segment_blocks, segments
 from kvstore.types import BlockHash, ByteArray, IntArray, Outcome
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire import unpack_hashes, unpack_u32
 from kvstore_client import BlockRows, ClientOptions, ClusterClient, ClusterLoad, connect
 from kvstore_client import owners as owners_module
 from kvstore_client.members import Members
 
-KV = spec()
+KV = spec(block_tokens=8)
 NUM_BLOCKS = 1000
+SEGMENT_BLOCKS = segment_blocks(KV.block_tokens)
 HASHES = chain(NUM_BLOCKS, of=KV)
 DATA = rows(KV, HASHES)
 AWAY = (StoreUnavailable, StoreTimeout)
@@ -49,7 +51,7 @@ class House:
     def owners(self, hashes: list[BlockHash] = HASHES, *, num_nodes: int = 3) -> IntArray:
         """Who keeps each block."""
         placement = Placement(dict.fromkeys([f"n{number}" for number in range(num_nodes)], 1.0))
-        return placement.owners(segments(hashes))[:, 0]
+        return placement.owners(segments(hashes, block_tokens=KV.block_tokens))[:, 0]
 
     def counts(self, name: str) -> list[int]:
         return [getattr(daemon.stats(), name) for daemon in self.daemons if daemon.running]
@@ -118,9 +120,38 @@ def test_a_chain_is_split_over_its_owners_and_comes_back_bit_by_bit(house: House
     assert house.counts("blocks_committed") == counts
 
 
+def test_a_store_is_one_request_to_each_owner(
+    house: House, client: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all its runs, each of which begins a chain there."""
+    ask = owners_module.ask
+    asked: list[pb.Store_] = []
+
+    def heard(questions: Any, *, deadline: float) -> Any:
+        asked.extend(question.message.store for question in questions)
+        return ask(questions, deadline=deadline)
+
+    monkeypatch.setattr(owners_module, "ask", heard)
+    assert store(client) == [Outcome.STORED] * NUM_BLOCKS
+    assert len(asked) == 3
+    owners, begins = house.owners(), set(HASHES[::SEGMENT_BLOCKS])
+    for request in asked:
+        hashes = [BlockHash(one.tobytes()) for one in unpack_hashes(request.hashes)]
+        assert hashes == [HASHES[block] for block in np.flatnonzero(owners == owners[HASHES.index(hashes[0])])]
+        heads = [place for place, block_hash in enumerate(hashes) if block_hash in begins]
+        assert [0, *unpack_u32(request.heads, name="heads")] == heads
+    for daemon in house.daemons:
+        watch = daemon.admin.Watch(pb.WatchRequest(snapshot=True), timeout=DEADLINE_S)
+        event = next(watch)
+        watch.cancel()
+        there = unpack_hashes(event.hashes).tolist()
+        told = zip(there, unpack_hashes(event.parents).tolist(), strict=True)
+        assert {block_hash for block_hash, before in told if before == bytes(32)} == begins.intersection(there)
+
+
 def test_a_run_within_a_chain_goes_where_its_chain_does(house: House, client: ClusterClient) -> None:
     """Covers: E6."""
-    where, begin = segments(HASHES), SEGMENT_BLOCKS + 7
+    where, begin = segments(HASHES, block_tokens=KV.block_tokens), SEGMENT_BLOCKS + 7
     with client.store(HASHES[:begin]) as write:
         write.put_blocks(DATA[:begin])
     with client.store(HASHES[begin:], parent=HASHES[begin - 1], segments=where[begin:]) as write:
@@ -136,7 +167,8 @@ def test_a_run_within_a_chain_goes_where_its_chain_does(house: House, client: Cl
     assert (target == DATA[chosen]).all()
     assert client.match(HASHES[begin:], segments=where[begin:], lease="").num_found == NUM_BLOCKS - begin
     orphans = chain(200, of=KV, seed=2)
-    with client.store(orphans[begin:], parent=orphans[begin - 1], segments=segments(orphans)[begin:]) as write:
+    theirs = segments(orphans, block_tokens=KV.block_tokens)[begin:]
+    with client.store(orphans[begin:], parent=orphans[begin - 1], segments=theirs) as write:
         head = write.outcomes[: 2 * SEGMENT_BLOCKS - begin]
     assert head == [Outcome.ORPHAN] * len(head)
     with pytest.raises(InvalidRequest, match="segments"):

@@ -468,7 +468,7 @@ def test_events_tell_by_what_blocks_are_placed_where_there_are_several_daemons(
     make_node: MakeNode, daemon: DaemonProcess, connect: Connect
 ) -> None:
     a = make_node("a")
-    for one, told_segments in ((a, pack_u64(segments(HASHES))), (daemon, b"")):
+    for one, told_segments in ((a, pack_u64(segments(HASHES, block_tokens=KV.block_tokens))), (daemon, b"")):
         store(connect(one, KV), HASHES)
         watch = one.admin.Watch(pb.WatchRequest(snapshot=True), timeout=DEADLINE_S)
         assert next(watch).segments == told_segments

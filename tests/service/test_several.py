@@ -21,7 +21,7 @@ from kvstore_client import BlockRows, ClientOptions, ClusterClient, KVStoreError
 pytestmark = [needs_redis, pytest.mark.slow]
 
 TTL_S = 1.5
-KV = spec(layers=2, bytes_per_part=4096)
+KV = spec(layers=2, bytes_per_part=4096, block_tokens=8)  # ten segments
 NUM_BLOCKS = 600
 HASHES = chain(NUM_BLOCKS, of=KV)
 DATA = rows(KV, HASHES)

@@ -120,8 +120,17 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(space=which, number=session_number, tree=tree, length=length)
     def reserve(self, space: int, number: int, tree: int, length: int) -> None:
         hashes = TREES[space][tree][:length]
+        self.reserve_runs(space, number, hashes, heads=[])
+
+    @rule(space=which, number=session_number, tree=tree, end=st.integers(1, 3), begin=st.integers(3, 5))
+    def reserve_two_runs(self, space: int, number: int, tree: int, end: int, begin: int) -> None:
+        """What is between them, if anything, is with another daemon."""
+        hashes = TREES[space][tree]
+        self.reserve_runs(space, number, [*hashes[:end], *hashes[begin:]], heads=[end])
+
+    def reserve_runs(self, space: int, number: int, hashes: list[BlockHash], *, heads: list[int]) -> None:
         before = set(self.committed[space])
-        write = self.sessions[space][number].reserve(1, parent=None, hashes=records(hashes), parts=[])
+        write = self.sessions[space][number].reserve(1, parent=None, hashes=records(hashes), parts=[], heads=heads)
         for block_hash, outcome in zip(hashes, write.outcomes, strict=True):
             if outcome is Outcome.STORED:
                 assert block_hash in before & self.committed[space]

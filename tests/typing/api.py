@@ -88,7 +88,7 @@ except StoreUnavailable as error:
 # Of one daemon or of several: the same calls.
 either = connect("kvstore://a:7311,b:7311,unix:/run/kvstore.sock", spec, options=ClientOptions(name="decode-1"))
 assert_type(either, Client)
-where = segments(hashes)
+where = segments(hashes, block_tokens=spec.block_tokens)
 with either, either.match(hashes[2:], segments=where[2:]) as found:
     assert_type(found, Match)
     assert_type(either.load(found, into=BlockRows(rows), segments=where[2:]), Load | ClusterLoad)

@@ -11,8 +11,8 @@ from builders import block_bytes, chain, records
 from houses import DEADLINE_S, A, B, RemoteHouse, remote_house, run
 from remote_places import DictPlace
 
+from kvstore import placement
 from kvstore.types import BlockHash
-from kvstore_server import seek as seek_module
 from kvstore_server.level import State
 from kvstore_server.tiers import outage, remote
 from kvstore_server.tiers.objects import block_key, name_of, object_bytes, unseal
@@ -532,7 +532,7 @@ def test_of_several_daemons_each_begins_a_chain_with_each_segment_that_comes(
         place = DictPlace()
         await restored(tmp_path, place)
         async with remote_house(tmp_path, place) as at:
-            monkeypatch.setattr(seek_module, "SEGMENT_BLOCKS", 4)
+            monkeypatch.setattr(placement, "SEGMENT_TOKENS", 4 * A.block_tokens)
             at.store.placed = placed
             asked = CHAIN[:4] + CHAIN[8:12] if placed else CHAIN[:8]  # what lies between is another daemon's
             assert await seek(at, asked) == (0, 8)

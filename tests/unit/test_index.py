@@ -105,10 +105,21 @@ def test_a_parent_can_go_in_the_same_round_as_the_child_that_held_it() -> None:
     assert index.evict(2)[0].tolist() == [CHAIN[1], CHAIN[0]]
 
 
+def test_a_head_begins_a_chain_though_others_come_before_it() -> None:
+    index = Index(Ticks())
+    rows, begun = index.insert(HASHES[:4], parent=NONE, slots=np.arange(4), generations=np.arange(4) + 1, heads=[1, 3])
+    assert begun.tolist() == [0, 1, 2, 3]
+    none = bytes(32)
+    assert index.parent_hashes(rows).tolist() == [none, none, CHAIN[1], none]
+    assert index.segments(rows, length=2).tolist() == [int.from_bytes(CHAIN[n][:8], "little") for n in (0, 1, 1, 3)]
+    index.validate()
+
+
 def test_a_segment_is_told_by_the_block_that_begins_its_chain_here() -> None:
     index = Index(Ticks())
     hashes = records(chain(70))
     rows, _ = index.insert(hashes, parent=NONE, slots=np.arange(70), generations=np.arange(70) + 1)
     first = int.from_bytes(hashes[0].tobytes()[:8], "little")
-    assert index.segments(rows).tolist() == [first] * 64 + [0] * 6
-    assert index.segments(rows[:0]).tolist() == []
+    assert index.segments(rows, length=64).tolist() == [first] * 64 + [0] * 6
+    assert index.segments(rows, length=1).tolist() == [first] + [0] * 69
+    assert index.segments(rows[:0], length=64).tolist() == []

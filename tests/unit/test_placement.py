@@ -6,7 +6,7 @@ import pytest
 from builders import chain, spec
 
 from kvstore.errors import InvalidRequest
-from kvstore.placement import SEGMENT_BLOCKS, Placement, segments
+from kvstore.placement import Placement, segment_blocks, segments
 
 KV = spec()
 SEGMENTS = np.random.default_rng(7).integers(0, 1 << 63, 20_000).astype(np.uint64) * np.uint64(2)
@@ -25,16 +25,18 @@ def share(of: str, owners: list[str]) -> float:
 
 def test_a_segment_is_named_by_its_first_block() -> None:
     hashes = chain(150, of=KV)
-    names = segments(hashes)
-    for index in range(150):
-        head = hashes[index - index % SEGMENT_BLOCKS]
-        assert names[index] == int.from_bytes(head[:8], "little")
-    assert len(segments([])) == 0
+    for block_tokens, length in ((16, 32), (48, 10), (4, 128), (512, 1), (1000, 1)):
+        assert segment_blocks(block_tokens) == length
+        names = segments(hashes, block_tokens=block_tokens)
+        for index in range(150):
+            head = hashes[index - index % length]
+            assert names[index] == int.from_bytes(head[:8], "little")
+        assert len(segments([], block_tokens=block_tokens)) == 0
 
 
 def test_chains_that_share_a_beginning_share_its_segments() -> None:
     one, other = chain(200, of=KV), chain(100, of=KV)
-    assert (segments(one)[:100] == segments(other)).all()
+    assert (segments(one, block_tokens=4)[:100] == segments(other, block_tokens=4)).all()
 
 
 def test_owners_are_as_the_page_defines_them() -> None:

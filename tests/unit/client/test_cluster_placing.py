@@ -8,7 +8,7 @@ from builders import chain
 from tellers import member
 
 from kvstore.errors import InvalidRequest, StoreTimeout
-from kvstore.placement import SEGMENT_BLOCKS, Placement, segments, segments_from
+from kvstore.placement import Placement, segments, segments_from
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client.breaker import Breaker
 from kvstore_client.buffers import as_rows
@@ -16,8 +16,9 @@ from kvstore_client.fanout import each
 from kvstore_client.joining import Found, Prefix, join
 from kvstore_client.placing import NOBODY, Run, View, indices_of, runs_of, shares
 
+TOKENS = 8  # a block, so that 64 are a segment
 HASHES = chain(300)
-RUNS = runs_of(HASHES, None)
+RUNS = runs_of(HASHES, None, block_tokens=TOKENS)
 NODES = ("a", "b", "c")
 ALL = [True, True, True]
 CHAIN = [Run(0, 2, 7), Run(2, 4, 8), Run(4, 6, 9)]
@@ -41,14 +42,14 @@ def found(letters: str, num_found: int, num_writing: int = 0, *, num_worth: int 
 
 
 def test_a_request_is_cut_where_segments_end() -> None:
-    where = segments(HASHES)
+    where = segments(HASHES, block_tokens=TOKENS)
     assert [(run.begin, run.end) for run in RUNS] == [(0, 64), (64, 128), (128, 192), (192, 256), (256, 300)]
-    assert [run.segment for run in RUNS] == where[::SEGMENT_BLOCKS].tolist()
-    assert runs_of(HASHES, where) == RUNS
-    within = runs_of(HASHES[70:200], where[70:200])
+    assert [run.segment for run in RUNS] == where[::64].tolist()
+    assert runs_of(HASHES, where, block_tokens=TOKENS) == RUNS
+    within = runs_of(HASHES[70:200], where[70:200], block_tokens=TOKENS)
     assert within == [Run(0, 58, RUNS[1].segment), Run(58, 122, RUNS[2].segment), Run(122, 130, RUNS[3].segment)]
     assert indices_of(within[::2]).tolist() == [*range(58), *range(122, 130)]
-    assert runs_of([], None) == runs_of([], where[:0]) == []
+    assert runs_of([], None, block_tokens=TOKENS) == runs_of([], where[:0], block_tokens=TOKENS) == []
     assert len(indices_of([])) == 0
 
 
@@ -101,7 +102,8 @@ def test_shares_are_the_runs_of_each_in_order() -> None:
 
 
 def test_segments_can_be_had_from_their_first_blocks() -> None:
-    assert (segments_from(HASHES[::SEGMENT_BLOCKS])[: len(HASHES)] == segments(HASHES)).all()
+    whole = segments_from(HASHES[::64], block_tokens=TOKENS)
+    assert (whole[: len(HASHES)] == segments(HASHES, block_tokens=TOKENS)).all()
 
 
 def test_a_prefix_ends_with_the_first_block_that_nobody_has() -> None:

@@ -147,7 +147,7 @@ class Saving:
         self._first = first
         self._hashes = hashes[first:]
         self._parent = hashes[first - 1] if hashes[first:] and first else None
-        self._segments = segments(hashes)[first:]
+        self._segments = segments(hashes, block_tokens=client.spec.block_tokens)[first:]
         self._write: Any = None
         self._over = not self._hashes
         self._submit(self._reserve)

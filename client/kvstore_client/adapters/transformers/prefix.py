@@ -215,7 +215,7 @@ class PrefixCache:
         spec = self._client.spec
         first = num_local // spec.block_tokens
         end = most_tokens // spec.block_tokens
-        wanted, where = hashes[first:end], segments(hashes)[first:end]
+        wanted, where = hashes[first:end], segments(hashes, block_tokens=spec.block_tokens)[first:end]
         deadline = time.monotonic() + (self._follow_timeout_s if follow else self._timeout_s)
         try:
             opened = self._open(wanted, where, follow) if wanted else None

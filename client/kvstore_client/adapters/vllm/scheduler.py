@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from kvstore.placement import SEGMENT_BLOCKS, segments_from
+from kvstore.placement import segment_blocks, segments_from
 from kvstore.types import AnyArray, BlockHash
 from kvstore_client.adapters.vllm.counters import Tally
 from kvstore_client.adapters.vllm.identity import Identity, adapter_digest, with_adapter
@@ -220,10 +220,11 @@ class SchedulerSide:
 
     def _segments(self, state: _Request, begin: int, end: int) -> AnyArray:
         """Of these blocks, which the store places by them."""
-        first = begin // SEGMENT_BLOCKS * SEGMENT_BLOCKS
-        heads: list[BlockHash] = state.request.block_hashes[first:end:SEGMENT_BLOCKS]
+        length = segment_blocks(self._block_tokens)
+        first = begin // length * length
+        heads: list[BlockHash] = state.request.block_hashes[first:end:length]
         named = heads if state.adapter is None else with_adapter(heads, state.adapter)
-        return segments_from(named)[begin - first : end - first]
+        return segments_from(named, block_tokens=self._block_tokens)[begin - first : end - first]
 
     def _ask(self, state: _Request, first: int, hashes: list[BlockHash]) -> None:
         self._drop_lookup(state)
