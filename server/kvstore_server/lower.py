@@ -89,6 +89,7 @@ class Lower:
 
     def __init__(self, room: Room, spaces: Mapping[Namespace, Space], *, on_change: Callable[[Change], None]) -> None:
         self.below: Below = NothingBelow()
+        self.seeks = True  # what a match missed may be brought here
         self._room = room
         self._spaces = spaces
         self._on_change = on_change
@@ -97,7 +98,7 @@ class Lower:
 
     def seek(self, space: Space, hashes: HashArray, num_found: int, num_writing: int) -> None:
         """Those below know what a match of this chain missed, unless somebody is writing it."""
-        if num_found < len(hashes) and not num_writing:
+        if self.seeks and num_found < len(hashes) and not num_writing:
             self.below.sought(space, hashes, num_found)
 
     def raise_up(self, space: Space, rows: IntArray) -> None:

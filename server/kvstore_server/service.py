@@ -84,8 +84,9 @@ class StoreService:
         return self._requests.draining
 
     def drain(self) -> None:
-        """New sessions and stores are refused from now on."""
+        """New sessions and stores are refused from now on, and nothing is fetched from a remote tier."""
         self._requests.draining = True
+        self._store.lower.seeks = False
 
     def session_of(self, ticket: bytes) -> ClientSession | None:
         """The living session with this ticket."""
