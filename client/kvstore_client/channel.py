@@ -73,6 +73,7 @@ class Channel:
         self._session: Session | None = None
         self._failure: KVStoreError | None = None  # of the last attempt to connect
         self._connected_before = False
+        self._heartbeat: threading.Thread | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-channel", daemon=True)
         self._thread.start()
@@ -184,13 +185,19 @@ class Channel:
             return connected, StoreUnavailable(f"connecting failed: {error!r}")
         finally:
             channel.close()
+            if self._heartbeat is not None:  # its session has ended
+                self._heartbeat.join(2.0)
+                self._heartbeat = None
 
     def _connect(self, channel: "grpc.Channel") -> Session:
         session = Session(channel, breaker=self._breaker, counters=self._counters, on_retired=self._on_retired)
         try:
             session.greet(self._hello, timeout_s=CONNECT_TIMEOUT_S)
             # From now on: to make an agent and register regions can take longer than a session may be silent.
-            threading.Thread(target=_keep_alive, args=(session,), name="kvstore-heartbeat", daemon=True).start()
+            self._heartbeat = threading.Thread(
+                target=_keep_alive, args=(session,), name="kvstore-heartbeat", daemon=True
+            )
+            self._heartbeat.start()
             self._on_session(session)
         except StoreTimeout:
             error = StoreUnavailable(f"no welcome within {CONNECT_TIMEOUT_S:g} s")

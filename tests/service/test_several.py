@@ -182,7 +182,7 @@ def test_what_was_on_disk_is_there_again_after_each_was_killed_and_started(
 
 
 def test_without_redis_blocks_are_stored_and_loaded_as_with_it(store: Store) -> None:
-    """Covers: A15, B4."""
+    """Covers: A15."""
     store.add("abc", replicas=2)
     client = store.connect()
     store.redis.kill()
