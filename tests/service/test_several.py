@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 
 import numpy as np
 import pytest
@@ -179,6 +181,42 @@ def test_what_was_on_disk_is_there_again_after_each_was_killed_and_started(
         daemon.start()
         eventually(lambda: store.live(client) == "abc", f"{name} is back")
         eventually(lambda: num_right(client) == NUM_BLOCKS, f"what {name} had is there again")
+
+
+def test_whatever_comes_and_goes_under_load_no_byte_is_wrong_and_none_waits_for_ever(store: Store) -> None:
+    """Covers: A15, A16, D14. One joins, one is drained, two are killed at once and come back, while a client loads."""
+    store.add("abc", replicas=2)
+    client = store.connect()
+    save(client)
+    over = threading.Event()
+
+    def load_and_store() -> int:
+        """As an engine does: what is not found is computed again. How often all was found."""
+        num_whole = 0
+        while not over.is_set():
+            with suppress(KVStoreError):
+                num_loaded = num_right(client)  # which compares every byte
+                num_whole += num_loaded == NUM_BLOCKS
+                if num_loaded < NUM_BLOCKS:
+                    with client.store(HASHES) as write:
+                        write.put_blocks(DATA)
+        return num_whole
+
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(load_and_store)
+        try:
+            store.add("d", replicas=2)
+            eventually(lambda: store.live(client) == "abcd", "the client knows the one that joined")
+            assert drain(store, "a")["failed"] == 0
+            for name in "bc":
+                store.daemons[name].kill()
+            for name in "bc":
+                store.daemons[name].start()
+            eventually(lambda: store.live(client) in ("abcd", "bcd"), "those that were killed are back")
+            eventually(lambda: working.done() or num_right(client) == NUM_BLOCKS, "all is found again")
+        finally:
+            over.set()
+        assert working.result(2 * DEADLINE_S) > 0
 
 
 def test_without_redis_blocks_are_stored_and_loaded_as_with_it(store: Store) -> None:
