@@ -112,7 +112,7 @@ class Links:
             links = []
             for member in view.members:
                 link = former.pop(member.node_id, None)
-                addresses = _addresses(member)
+                addresses = addresses_of(member)
                 if link is None:
                     recognise = partial(self._recognise, member.node_id)
                     link = Link(addresses, self._spec, self._options, self._shared, recognise=recognise)
@@ -145,7 +145,7 @@ def _mistake(view: View, node: str, session: Session) -> StoreUnavailable | None
     return None
 
 
-def _addresses(member: pb.Member) -> tuple[str, ...]:
+def addresses_of(member: pb.Member) -> tuple[str, ...]:
     """In the order in which they are tried: sockets of this host first."""
     sockets = [address for address in member.addresses if address.startswith("unix:")]
     here = [address for address in sockets if Path(address.removeprefix("unix:")).is_socket()]

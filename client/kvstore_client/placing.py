@@ -90,9 +90,9 @@ class View:
         """UP or DRAINING, as in `Member.State`; 0, if it is no member."""
         return next((member.state for member in self.members if member.node_id == node), 0)
 
-    def addresses_of(self, node: str) -> Sequence[str]:
-        """Where the member listens; nowhere, if it is none."""
-        return next((list(member.addresses) for member in self.members if member.node_id == node), [])
+    def member(self, node: str) -> pb.Member:
+        """The member of that name, which there is."""
+        return next(member for member in self.members if member.node_id == node)
 
     def readers(self, runs: Sequence[Run], live: Sequence[bool]) -> tuple[list[int], list[int]]:
         """Of each run, who is asked for it, and who else.

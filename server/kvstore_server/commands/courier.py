@@ -15,35 +15,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Final
 
 import grpc
-import numpy as np
 import structlog
 
 from kvstore.errors import KVStoreError, StoreUnavailable
-from kvstore.hashing import unpack
-from kvstore.placement import Placement
 from kvstore.spec import KVSpec
-from kvstore.types import HASH_BYTES, AnyArray, BlockHash, HashArray, IntArray, Namespace
+from kvstore.types import HASH_BYTES, BlockHash, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import AdminStub
 from kvstore.wire import spec_from_proto
 from kvstore_client import ClientOptions, KVClient
+from kvstore_client.links import addresses_of
 from kvstore_client.members import Members
 from kvstore_client.placing import View
 from kvstore_server.access import AUTHORIZATION
+from kvstore_server.commands.freight import Blocks, runs, snapshot, targets
 from kvstore_server.config import Settings
 from kvstore_server.logs import configure_logs
 
 TIMEOUT_S: Final = 10.0
 RETRY_S: Final = 10.0  # after something could not be copied
+CONNECT_S: Final = 3.0
 PAUSE_S: Final = 1.0  # after the daemon's events broke off
 MAX_ROUNDS: Final = 10  # of a hand-over, which begins again when the members change
-RUN_BLOCKS: Final = 64
-RUN_BYTES: Final = 16 << 20
 _NO_PARENT: Final = bytes(HASH_BYTES)
 
 log = structlog.get_logger()
@@ -73,7 +71,8 @@ class Courier:
         self._admin = AdminStub(self._channel)
         self._address = address
         self._specs: dict[Namespace, KVSpec] = {}
-        self._clients: dict[tuple[str, Namespace], KVClient] = {}  # by address
+        self._clients: dict[tuple[bytes, Namespace], KVClient] = {}  # by boot id of the daemon; empty: the own one
+        self._retry: threading.Timer | None = None
         self._changed = threading.Condition()
         self._view: View | None = None
         self._events: grpc.Future[pb.Event] | None = None
@@ -84,6 +83,8 @@ class Courier:
 
     def __exit__(self, *exc_info: object) -> None:
         self._members.close()
+        if self._retry is not None:
+            self._retry.cancel()
         for client in self._clients.values():
             client.close()
         self._channel.close()
@@ -94,33 +95,31 @@ class Courier:
         if view.state_of(self._node) == pb.Member.DRAINING:
             self._wait_for_another(view)  # who drains it sees to its blocks (`kvstore drain`)
             return
-        everything = True
-        for event in self._watch(view):
-            if event.kind == pb.Event.SNAPSHOT_END:
-                everything = False
-                log.info("courier: all blocks looked at", epoch=view.epoch, **asdict(self.tally))
-                if self.tally.failed:
-                    threading.Timer(RETRY_S, self._look_again, [view]).start()
-                self.tally = Tally()
-            else:
-                self._spread(event, view, everything=everything)
+        self._part_with_others(view)
+        events = self._watch(view)
+        for blocks in snapshot(events) or []:
+            self._spread(blocks, view, everything=True)
+        log.info("courier: all blocks looked at", epoch=view.epoch, **asdict(self.tally))
+        for event in events:
+            self._spread(Blocks.of(event), view, everything=False)
 
     def hand_over(self, progress: Callable[[Tally], None]) -> Tally:
         """All that the daemon has now is with those that own it without this member. Raises: StoreUnavailable."""
         for _ in range(MAX_ROUNDS):
             self.tally = Tally()
             view = self._known()
-            for event in self._watch(view):
-                if event.kind == pb.Event.SNAPSHOT_END:
-                    return self.tally
-                self._spread(event, view, everything=True)
+            pieces = snapshot(self._watch(view))
+            for blocks in pieces or []:
+                self._spread(blocks, view, everything=True)
                 progress(self.tally)
+            if pieces is not None and self._view is view:
+                return self.tally
         raise StoreUnavailable(f"drain: the members changed {MAX_ROUNDS} times meanwhile; drain it again")
 
     def connect(self) -> None:
         """Sessions with the daemon, which takes no new ones once it drains, are open for all that it has."""
         for namespace in self._learn():
-            self._client(self._address, namespace).wait_ready(TIMEOUT_S)
+            self._own(namespace).wait_ready(TIMEOUT_S)
 
     def await_draining(self) -> None:
         """The members know that this one is draining. Raises: StoreUnavailable, if they are not told in time."""
@@ -152,9 +151,19 @@ class Courier:
         with self._changed:
             self._changed.wait_for(lambda: self._view is not view)
 
-    def _look_again(self, view: View) -> None:
+    def _failed(self, num_blocks: int, target: str, error: KVStoreError) -> None:
+        """These are looked at again after a while, with all others."""
+        self.tally.failed += num_blocks
+        log.debug("courier: not copied", blocks=num_blocks, to=target, why=str(error))
+        if self._retry is None:
+            self._retry = threading.Timer(RETRY_S, self._look_again)
+            self._retry.daemon = True
+            self._retry.start()
+
+    def _look_again(self) -> None:
         with self._changed:
-            if self._view is view and self._events is not None:
+            self._retry = None
+            if self._events is not None:
                 self._events.cancel()
 
     def _watch(self, view: View) -> Iterator[pb.Event]:
@@ -185,35 +194,34 @@ class Courier:
 
     # Copying.
 
-    def _spread(self, event: pb.Event, view: View, *, everything: bool) -> None:
-        """The blocks of this event are where they ought to be; those just stored, with those that own them after this.
+    def _spread(self, blocks: Blocks, view: View, *, everything: bool) -> None:
+        """The blocks are where they ought to be; those just stored, with those that own them after this node.
 
         That is, the first owner copies to the second, and so on; with `everything`, each to all others.
         """
-        hashes, parents = unpack(event.hashes), unpack(event.parents)
-        namespace = Namespace(event.namespace)
-        if namespace not in self._specs:
+        if blocks.namespace not in self._specs:
             self._learn()
-        if namespace not in self._specs:
+        if blocks.namespace not in self._specs:
             return  # it is gone already
-        for target, places in targets(np.frombuffer(event.segments, "<u8"), view, self._node, everything=everything):
-            for run in runs(hashes[places], parents[places], self._specs[namespace].block_bytes):
-                chosen = places[run]
+        block_bytes = self._specs[blocks.namespace].block_bytes
+        for target, places in targets(blocks.segments, view, self._node, everything=everything):
+            mine = blocks[places]
+            for run in runs(mine.hashes, mine.parents, block_bytes):
                 try:
-                    self._copy(view.addresses_of(target)[0], namespace, hashes[chosen], parents[chosen[0]].tobytes())
+                    self._copy(view.member(target), mine[run])
                 except KVStoreError as error:
-                    self.tally.failed += len(chosen)
-                    log.debug("courier: not copied", blocks=len(chosen), to=target, why=str(error))
+                    self._failed(run.stop - run.start, target, error)
 
-    def _copy(self, address: str, namespace: Namespace, hashes: HashArray, parent: bytes) -> None:
-        """These blocks, a run of a chain, are with the daemon there, but for those that it refuses."""
-        run = [BlockHash(one.tobytes()) for one in hashes]
-        before = None if parent == _NO_PARENT else BlockHash(parent)
-        with self._client(address, namespace).store(run, parent=before) as write:
+    def _copy(self, target: pb.Member, blocks: Blocks) -> None:
+        """These blocks, a run of a chain, are with that member, but for those that it refuses."""
+        run = [BlockHash(one.tobytes()) for one in blocks.hashes]
+        first = blocks.parents[0].tobytes()
+        parent = None if first == _NO_PARENT else BlockHash(first)
+        with self._client(target, blocks.namespace).store(run, parent=parent) as write:
             num_new = write.num_new
             if num_new:
                 wanted = [run[block] for block in write.new_blocks]
-                with self._client(self._address, namespace).load(wanted, view=True) as load:
+                with self._own(blocks.namespace).load(wanted, view=True) as load:
                     if errors := load.wait().errors:
                         raise errors[min(errors)]
                     place_of = {block: place for place, block in enumerate(write.new_blocks)}
@@ -225,43 +233,34 @@ class Courier:
         self.tally.there += named.count("STORED") + named.count("WRITING") - num_new
         self.tally.refused += named.count("FULL") + named.count("ORPHAN")
 
-    def _client(self, address: str, namespace: Namespace) -> KVClient:
-        client = self._clients.get((address, namespace))
-        if client is None:
-            options = ClientOptions(
-                name=f"courier/{self._node}", token=self._token, timeout_s=TIMEOUT_S, integrity="always"
-            )
-            client = self._clients[address, namespace] = KVClient(address, self._specs[namespace], options=options)
+    def _own(self, namespace: Namespace) -> KVClient:
+        return self._clients.get((b"", namespace)) or self._open(b"", namespace, self._address)
+
+    def _client(self, member: pb.Member, namespace: Namespace) -> KVClient:
+        """Of that member. Raises: StoreUnavailable, if none of its addresses leads to it from here."""
+        known = self._clients.get((member.boot_id, namespace))
+        if known is not None:
+            return known
+        for address in addresses_of(member):
+            client = self._open(member.boot_id, namespace, address)
+            with suppress(StoreUnavailable):
+                client.wait_ready(CONNECT_S)
+            if client.boot_id == member.boot_id:  # hosts may have the same path for their sockets
+                return client
+            self._clients.pop((member.boot_id, namespace)).close()
+        raise StoreUnavailable(f"member {member.node_id}: it is at none of {', '.join(member.addresses)}")
+
+    def _open(self, boot_id: bytes, namespace: Namespace, address: str) -> KVClient:
+        name = f"courier/{self._node}"
+        options = ClientOptions(name=name, token=self._token, timeout_s=TIMEOUT_S, integrity="always")
+        client = self._clients[boot_id, namespace] = KVClient(address, self._specs[namespace], options=options)
         return client
 
-
-def targets(segments: AnyArray, view: View, node: str, *, everything: bool) -> Iterator[tuple[str, IntArray]]:
-    """Members, and the places of the blocks in these segments that this node ought to copy to them."""
-    weights = {member.node_id: float(max(1, member.capacity_bytes)) for member in view.up}
-    if not weights.keys() - {node}:
-        return
-    placement = Placement(weights)
-    owners = placement.owners(segments, count=view.replicas)
-    mine = owners == (placement.nodes.index(node) if node in placement.nodes else -1)
-    wanted = ~mine & (segments != 0)[:, None]
-    if not everything:
-        wanted &= (np.cumsum(mine, axis=1) > 0) | ~mine.any(axis=1, keepdims=True)
-    for index, target in enumerate(placement.nodes):
-        places = np.flatnonzero((wanted & (owners == index)).any(axis=1))
-        if len(places):
-            yield target, places
-
-
-def runs(hashes: HashArray, parents: HashArray, block_bytes: int) -> Iterator[slice]:
-    """Runs of blocks each of which follows the one before it, bounded in number and bytes."""
-    most = max(1, min(RUN_BLOCKS, RUN_BYTES // block_bytes))
-    follows = np.append(False, parents[1:] == hashes[:-1])
-    begins = [0] if len(hashes) else []
-    for place in range(1, len(hashes)):
-        if not follows[place] or place - begins[-1] >= most:
-            begins.append(place)
-    for begin, end in pairwise([*begins, len(hashes)]):
-        yield slice(begin, end)
+    def _part_with_others(self, view: View) -> None:
+        """Nothing is left of members that are gone."""
+        here = {b"", *(member.boot_id for member in view.members)}
+        for name in [name for name in self._clients if name[0] not in here]:
+            self._clients.pop(name).close()
 
 
 def main() -> None:

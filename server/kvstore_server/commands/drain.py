@@ -9,7 +9,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_server.access import AUTHORIZATION
 from kvstore_server.commands.admin import TIMEOUT_S, admin_at
 from kvstore_server.commands.courier import Courier, Tally
-from kvstore_server.commands.nodes import members
+from kvstore_server.commands.nodes import members, reach
 
 
 def drain_node(address: str, node: str, *, token: str) -> dict[str, Any]:
@@ -21,10 +21,11 @@ def drain_node(address: str, node: str, *, token: str) -> dict[str, Any]:
     found = {member.node_id: member for member in members(address)}
     if node not in found or len(found) < 2:
         raise InvalidRequest(f"NODE: expected one of several members, {', '.join(found) or 'none'}, got {node!r}")
-    with Courier(found[node].addresses[0], node=node, token=token) as courier:
+    at, stats = reach(found[node])
+    total = stats.blocks_committed
+    with Courier(at, node=node, token=token) as courier:
         courier.connect()
-        with admin_at(found[node].addresses[0]) as admin:
-            total = admin.Stats(pb.StatsRequest(), timeout=TIMEOUT_S).blocks_committed
+        with admin_at(at) as admin:
             admin.Drain(pb.DrainRequest(), timeout=TIMEOUT_S, metadata=((AUTHORIZATION, f"Bearer {token}"),))
         courier.await_draining()
         shown = 0

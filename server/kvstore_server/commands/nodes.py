@@ -64,6 +64,19 @@ def _told(address: str) -> pb.MembersReply:
     raise refusals[0] if len(seeds) == 1 else StoreUnavailable("; ".join(map(str, refusals)))
 
 
+def reach(member: pb.Member) -> tuple[str, pb.StatsReply]:
+    """The first address at which the member itself answers, and what it says. Raises: StoreUnavailable."""
+    for address in member.addresses:
+        try:
+            with admin_at(address) as admin:
+                stats = admin.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
+        except KVStoreError:
+            continue
+        if stats.boot_id == member.boot_id:  # an address such as a unix socket may be another daemon's on this host
+            return address, stats
+    raise StoreUnavailable(f"member {member.node_id}: it answers at none of {', '.join(member.addresses)}")
+
+
 def _node(member: pb.Member) -> dict[str, Any]:
     """What is known of the member, and what it says of itself at the first of its addresses that answers."""
     known = {
@@ -73,13 +86,9 @@ def _node(member: pb.Member) -> dict[str, Any]:
         "addresses": list(member.addresses),
         "capacity_bytes": member.capacity_bytes,
     }
-    for address in member.addresses:
-        try:
-            with admin_at(address) as admin:
-                stats = admin.Stats(pb.StatsRequest(), timeout=TIMEOUT_S)
-        except KVStoreError:
-            continue
-        if stats.boot_id == member.boot_id:  # an address such as a unix socket may be another daemon's on this host
-            used = sum(tier.used_bytes for tier in stats.tiers if tier.tier != "gpu")  # as capacity counts
-            return known | {"answered": True, "used_bytes": used, "blocks": stats.blocks_committed}
-    return known | {"answered": False, "used_bytes": None, "blocks": None}
+    try:
+        _, stats = reach(member)
+    except StoreUnavailable:
+        return known | {"answered": False, "used_bytes": None, "blocks": None}
+    used = sum(tier.used_bytes for tier in stats.tiers if tier.tier != "gpu")  # as capacity counts
+    return known | {"answered": True, "used_bytes": used, "blocks": stats.blocks_committed}
