@@ -108,7 +108,7 @@ def test_metadata_with_another_name_is_refused_and_the_agent_of_that_name_stays(
     daemon: DaemonProcess, honest: KVClient, raw: Raw, stack: ExitStack
 ) -> None:
     """Covers: A19. Taken in, it would put the agent out that has the name."""
-    session = honest._channel.current
+    session = honest._link.channel.current
     assert session is not None
     liar = Liar(stack, raw(daemon, KV), name=session.agent_name)
 
