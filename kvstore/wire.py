@@ -16,6 +16,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 
 PROTOCOL_VERSION: Final = 1
 MAX_MESSAGE_BYTES: Final = 64 << 20
+CLUSTER_SCHEME: Final = "kvstore://"  # before the addresses of several daemons
 MAX_HASHES: Final = 1 << 20
 MAX_LEASE_BYTES: Final = 256
 MAX_MESSAGE_TEXT: Final = 4096

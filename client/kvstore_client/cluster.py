@@ -16,7 +16,7 @@ from kvstore.errors import BlockCorrupt, InvalidRequest, KVStoreError, MembersCh
 from kvstore.spec import KVSpec
 from kvstore.types import AnyArray, BlockHash, IntArray, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore.wire import error_from_status
+from kvstore.wire import CLUSTER_SCHEME, error_from_status
 from kvstore_client.arguments import check_segments, hashes_of, packed, parts_of
 from kvstore_client.breaker import BreakerState
 from kvstore_client.buffers import Destination, as_destination
@@ -34,7 +34,6 @@ from kvstore_client.owners import ask_all, ask_readers, check_any, holders, rese
 from kvstore_client.placing import Run, runs_of
 from kvstore_client.regions import Region
 
-SCHEME: Final = "kvstore://"
 MOST_SIDES: Final = 64  # calls to members that wait side by side, over all calls of a client
 
 
@@ -299,9 +298,10 @@ class ClusterClient:
 
 def seeds_of(address: str) -> list[str]:
     """The addresses in "kvstore://a:7311,b:7311,unix:/x". Raises: InvalidRequest, if it is none."""
-    seeds = [seed.strip() for seed in address.removeprefix(SCHEME).split(",")]
-    if not address.startswith(SCHEME) or not all(":" in seed for seed in seeds):
+    seeds = [seed.strip() for seed in address.removeprefix(CLUSTER_SCHEME).split(",")]
+    if not address.startswith(CLUSTER_SCHEME) or not all(":" in seed for seed in seeds):
         raise InvalidRequest(
-            f'address: expected "{SCHEME}HOST:PORT,..." or "{SCHEME}unix:/PATH,...", got {address!r:.200}; correct it'
+            f'address: expected "{CLUSTER_SCHEME}HOST:PORT,..." or "{CLUSTER_SCHEME}unix:/PATH,...", '
+            f"got {address!r:.200}; correct it"
         )
     return seeds

@@ -3,8 +3,9 @@
 from typing import TypeAlias
 
 from kvstore.spec import KVSpec
+from kvstore.wire import CLUSTER_SCHEME
 from kvstore_client.client import DEFAULT_OPTIONS, KVClient
-from kvstore_client.cluster import SCHEME, ClusterClient
+from kvstore_client.cluster import ClusterClient
 from kvstore_client.cluster_load import ClusterLoad
 from kvstore_client.cluster_write import ClusterWrite
 from kvstore_client.load import Load
@@ -21,5 +22,5 @@ def connect(address: str, spec: KVSpec, *, options: ClientOptions = DEFAULT_OPTI
 
     Neither waits nor fails if nobody is there. Raises: InvalidRequest, if the address of a store is none.
     """
-    kind: type[KVClient] | type[ClusterClient] = ClusterClient if address.startswith(SCHEME) else KVClient
+    kind: type[KVClient] | type[ClusterClient] = ClusterClient if address.startswith(CLUSTER_SCHEME) else KVClient
     return kind(address, spec, options=options)

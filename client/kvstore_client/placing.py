@@ -66,7 +66,7 @@ class View:
     epoch: int
     replicas: int
     nodes: tuple[str, ...] = field(init=False)
-    up: Sequence[pb.Member] = field(init=False)  # those that are not draining
+    placement: Placement | None = field(init=False)  # over those that are not draining; None: all are
     _everybody: "_Ranking" = field(init=False)
     _up: "_Ranking" = field(init=False)  # without those that are draining
 
@@ -74,11 +74,12 @@ class View:
         up = [member for member in self.members if member.state != pb.Member.DRAINING]
         nodes = tuple(member.node_id for member in self.members)
         everybody = _Ranking(self.members, nodes, self.replicas)
+        staying = everybody if len(up) == len(nodes) else _Ranking(up, nodes, self.replicas)
         set_field = object.__setattr__  # it is frozen from here on
         set_field(self, "nodes", nodes)
-        set_field(self, "up", up)
+        set_field(self, "placement", staying.placement)
         set_field(self, "_everybody", everybody)
-        set_field(self, "_up", everybody if len(up) == len(nodes) else _Ranking(up, nodes, self.replicas))
+        set_field(self, "_up", staying)
 
     @classmethod
     def of(cls, reply: pb.MembersReply) -> "View":
@@ -116,14 +117,14 @@ class _Ranking:
 
     def __init__(self, members: Sequence[pb.Member], nodes: tuple[str, ...], replicas: int) -> None:
         weights = {member.node_id: float(max(1, member.capacity_bytes)) for member in members}
-        self._placement = Placement(weights) if weights else None
+        self.placement = Placement(weights) if weights else None
         self._places = [nodes.index(node) for node in sorted(weights)]
         self._replicas = replicas
         self._owners: dict[int, list[int]] = {}  # by segment
 
     def first(self, runs: Sequence[Run], live: Sequence[bool]) -> list[int]:
         """The first live one of the owners of each run, and of who is next; the first of all, if none is live."""
-        if self._placement is None:
+        if self.placement is None:
             return [NOBODY] * len(runs)
         known = self._owners
         names = [run.segment for run in runs]
@@ -137,8 +138,8 @@ class _Ranking:
         return chosen
 
     def _rank(self, segments: list[int]) -> dict[int, list[int]]:
-        assert self._placement is not None
-        ranked = self._placement.owners(np.array(segments, np.uint64), count=self._replicas + SPARES).tolist()
+        assert self.placement is not None
+        ranked = self.placement.owners(np.array(segments, np.uint64), count=self._replicas + SPARES).tolist()
         fresh = {name: [self._places[at] for at in row] for name, row in zip(segments, ranked, strict=True)}
         self._owners = fresh if len(self._owners) > MOST_RANKED else self._owners | fresh
         return self._owners | fresh

@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn, TextIO
 import click
 
 from kvstore.errors import KVStoreError
+from kvstore.wire import CLUSTER_SCHEME
 from kvstore_server import config
 from kvstore_server.daemon import Daemon
 from kvstore_server.logs import configure_logs
@@ -97,7 +98,7 @@ def status(address: str, as_json: bool) -> None:
 
     Of kvstore://HOST:PORT,HOST:PORT, of which one has to answer, only the daemons of the store are shown.
     """
-    from kvstore_server.commands.nodes import SCHEME, cluster, render_cluster
+    from kvstore_server.commands.nodes import cluster, render_cluster
     from kvstore_server.commands.status import render, snapshot
 
     shown: dict[str, Any]
@@ -106,7 +107,7 @@ def status(address: str, as_json: bool) -> None:
         members = cluster(address)
         if members is not None:
             parts.append(render_cluster(members))
-        if members is not None and address.startswith(SCHEME):
+        if members is not None and address.startswith(CLUSTER_SCHEME):
             shown = members
         else:
             shown = snapshot(address) | {"cluster": members}

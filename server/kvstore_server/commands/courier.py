@@ -32,7 +32,7 @@ from kvstore_client import ClientOptions, KVClient
 from kvstore_client.links import addresses_of
 from kvstore_client.members import Members
 from kvstore_client.placing import View
-from kvstore_server.access import AUTHORIZATION
+from kvstore_server.commands.admin import admin_at, bearing
 from kvstore_server.commands.freight import Blocks, runs, snapshot, targets
 from kvstore_server.config import Settings
 from kvstore_server.logs import configure_logs
@@ -96,8 +96,12 @@ class Courier:
             self._wait_for_another(view)  # who drains it sees to its blocks (`kvstore drain`)
             return
         self._part_with_others(view)
+        self.tally = Tally()
         events = self._watch(view)
-        for blocks in snapshot(events) or []:
+        pieces = snapshot(events)
+        if pieces is None:
+            return
+        for blocks in pieces:
             self._spread(blocks, view, everything=True)
         log.info("courier: all blocks looked at", epoch=view.epoch, **asdict(self.tally))
         for event in events:
@@ -168,11 +172,10 @@ class Courier:
 
     def _watch(self, view: View) -> Iterator[pb.Event]:
         """All that is stored, SNAPSHOT_END, and all that is stored from then on, as long as the view is the latest."""
-        metadata = ((AUTHORIZATION, f"Bearer {self._token}"),)
         with self._changed:
             if self._view is not view:
                 return
-            self._events = events = self._admin.Watch(pb.WatchRequest(snapshot=True), metadata=metadata)
+            self._events = events = self._admin.Watch(pb.WatchRequest(snapshot=True), metadata=bearing(self._token))
         try:
             for event in events:
                 if event.kind == pb.Event.SNAPSHOT_END or (event.kind == pb.Event.STORED and event.segments):
@@ -185,10 +188,8 @@ class Courier:
 
     def _learn(self) -> list[Namespace]:
         """The namespaces that the daemon has now, whose specs are known."""
-        try:
-            reply = self._admin.Namespaces(pb.NamespacesRequest(), timeout=TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise StoreUnavailable(f"{self._address}: {error.details() or error.code().name}") from None
+        with admin_at(self._address) as admin:
+            reply = admin.Namespaces(pb.NamespacesRequest(), timeout=TIMEOUT_S)
         self._specs |= {Namespace(one.namespace): spec_from_proto(one.spec) for one in reply.namespaces}
         return [Namespace(one.namespace) for one in reply.namespaces]
 

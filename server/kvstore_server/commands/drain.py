@@ -6,8 +6,7 @@ import click
 
 from kvstore.errors import InvalidRequest
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore_server.access import AUTHORIZATION
-from kvstore_server.commands.admin import TIMEOUT_S, admin_at
+from kvstore_server.commands.admin import TIMEOUT_S, admin_at, bearing
 from kvstore_server.commands.courier import Courier, Tally
 from kvstore_server.commands.nodes import members, reach
 
@@ -26,7 +25,7 @@ def drain_node(address: str, node: str, *, token: str) -> dict[str, Any]:
     with Courier(at, node=node, token=token) as courier:
         courier.connect()
         with admin_at(at) as admin:
-            admin.Drain(pb.DrainRequest(), timeout=TIMEOUT_S, metadata=((AUTHORIZATION, f"Bearer {token}"),))
+            admin.Drain(pb.DrainRequest(), timeout=TIMEOUT_S, metadata=bearing(token))
         courier.await_draining()
         shown = 0
 

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.hashing import unpack
-from kvstore.placement import SEGMENT_TOKENS, Placement
+from kvstore.placement import SEGMENT_TOKENS
 from kvstore.types import AnyArray, HashArray, IntArray, Namespace
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client.placing import View
@@ -74,10 +74,9 @@ def chains(blocks: Blocks) -> IntArray:
 
 def targets(segments: AnyArray, view: View, node: str, *, everything: bool) -> Iterator[tuple[str, IntArray]]:
     """Members, and the places of the blocks in these segments that this node ought to copy to them."""
-    weights = {member.node_id: float(max(1, member.capacity_bytes)) for member in view.up}
-    if not weights.keys() - {node}:
+    placement = view.placement
+    if placement is None or not set(placement.nodes) - {node}:
         return
-    placement = Placement(weights)
     owners = placement.owners(segments, count=view.replicas)
     mine = owners == (placement.nodes.index(node) if node in placement.nodes else -1)
     wanted = ~mine & (segments != 0)[:, None]

@@ -5,10 +5,10 @@ from typing import Any, Final
 
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable
 from kvstore.v1 import kvstore_pb2 as pb
+from kvstore.wire import CLUSTER_SCHEME
 from kvstore_server.commands.admin import TIMEOUT_S, admin_at
 from kvstore_server.commands.status import size_text
 
-SCHEME: Final = "kvstore://"
 _MAX_ASKED_AT_ONCE: Final = 32
 
 
@@ -19,7 +19,7 @@ def cluster(address: str) -> dict[str, Any] | None:
     Raises: InvalidRequest (no address), StoreUnavailable, if none of the daemons answers.
     """
     reply = _told(address)
-    if not (address.startswith(SCHEME) or any(member.node_id for member in reply.members)):
+    if not (address.startswith(CLUSTER_SCHEME) or any(member.node_id for member in reply.members)):
         return None
     with ThreadPoolExecutor(min(len(reply.members), _MAX_ASKED_AT_ONCE)) as pool:
         nodes = list(pool.map(_node, reply.members))
@@ -50,7 +50,7 @@ def members(address: str) -> list[pb.Member]:
 
 
 def _told(address: str) -> pb.MembersReply:
-    seeds = [seed for seed in address.removeprefix(SCHEME).split(",") if seed]
+    seeds = [seed for seed in address.removeprefix(CLUSTER_SCHEME).split(",") if seed]
     if not seeds:
         raise InvalidRequest("ADDRESS: expected kvstore://HOST:PORT,HOST:PORT, got no host; name at least one daemon")
     refusals: list[KVStoreError] = []
