@@ -21,17 +21,17 @@ from kvstore_client.arguments import check_segments, hashes_of, packed, parts_of
 from kvstore_client.breaker import BreakerState
 from kvstore_client.buffers import Destination, as_destination
 from kvstore_client.client import DEFAULT_OPTIONS
-from kvstore_client.cluster_load import ClusterLoad, Leg
+from kvstore_client.cluster_load import ClusterLoad, begin_legs
 from kvstore_client.cluster_write import ClusterWrite, Piece, abort_all
-from kvstore_client.fanout import Answered, each
-from kvstore_client.joining import Found, join
+from kvstore_client.fanout import Answered
+from kvstore_client.joining import Told
 from kvstore_client.link import Link, Shared, match_request, release_request
 from kvstore_client.links import Links
 from kvstore_client.load import Load
 from kvstore_client.locate import Match, worth_loading
 from kvstore_client.options import ClientOptions, ClientStatistics
 from kvstore_client.owners import ask_all, ask_readers, check_any, holders, reserve
-from kvstore_client.placing import Run, runs_of
+from kvstore_client.placing import NOBODY, runs_of
 from kvstore_client.regions import Region
 
 MOST_SIDES: Final = 64  # calls to members that wait side by side, over all calls of a client
@@ -95,44 +95,55 @@ class ClusterClient:
         if no member that was asked has answered.
         """
         check_segments(segments, num_blocks=len(hashes))
-        data, runs = packed(hashes), self._runs_of(hashes, segments)
+        data = packed(hashes)
+        runs = runs_of(data, segments, block_tokens=self.spec.block_tokens)
         deadline = self._deadline(timeout_s)
         name = self._shared.new_lease() if lease is None else lease
-        asked = ask_readers(
+        speed = self.options.prefill_tokens_per_s
+
+        def told_of(answer: pb.ServerMessage) -> Told:
+            worth = worth_loading(answer.matched, self.spec, prefill_tokens_per_s=speed)
+            return Told(answer.matched.num_blocks, worth, answer.matched.num_writing)
+
+        prefix, sessions = ask_readers(
             self._links.ring(deadline),
             data,
             runs,
             lambda part: match_request(part, name),
+            told_of,
             undo=lambda _: release_request(name),
             deadline=deadline,
         )
-        speed = self.options.prefill_tokens_per_s
-        found = []
-        for theirs, answer in asked:
-            matched = answer.message.matched
-            worth = worth_loading(matched, self.spec, prefill_tokens_per_s=speed)
-            found.append(Found(theirs, matched.num_blocks, worth, matched.num_writing))
-        prefix = join(runs, found)
-        sessions = [answer.session for _, answer in asked]
-        return Match(prefix.num_blocks, prefix.num_writing, prefix.num_found, name, hashes, sessions)
+        found_in = {
+            begin: sessions[node] for begin, node in zip(runs.begins, prefix.holders, strict=False) if node != NOBODY
+        }
+        return Match(
+            prefix.num_blocks, prefix.num_writing, prefix.num_found, name, hashes, list(sessions.values()), found_in
+        )
 
     def prefetch(
         self, hashes: Sequence[BlockHash], *, segments: AnyArray | None = None, timeout_s: float | None = None
     ) -> int:
         """As `KVClient.prefetch`. Raises: as `match`."""
         check_segments(segments, num_blocks=len(hashes))
-        data, runs = packed(hashes), self._runs_of(hashes, segments)
+        data = packed(hashes)
+        runs = runs_of(data, segments, block_tokens=self.spec.block_tokens)
         deadline = self._deadline(timeout_s)
-        asked = ask_readers(
+
+        def told_of(answer: pb.ServerMessage) -> Told:
+            count = answer.prefetched.num_blocks
+            return Told(count, count, 0)
+
+        prefix, _ = ask_readers(
             self._links.ring(deadline),
             data,
             runs,
             lambda part: pb.ClientMessage(prefetch=pb.Prefetch(hashes=part)),
+            told_of,
             undo=None,
             deadline=deadline,
         )
-        counts = [(theirs, answer.message.prefetched.num_blocks) for theirs, answer in asked]
-        return join(runs, [Found(theirs, count, count, 0) for theirs, count in counts]).num_found
+        return prefix.num_found
 
     def load(
         self,
@@ -155,7 +166,8 @@ class ClusterClient:
             raise InvalidRequest("load: expected either into=... or view=True, got neither or both; choose one")
         hashes = hashes_of(blocks, follow=follow)
         check_segments(segments, num_blocks=len(hashes))
-        data, runs = packed(hashes), self._runs_of(hashes, segments)
+        data = packed(hashes)
+        runs = runs_of(data, segments, block_tokens=self.spec.block_tokens)
         chosen = parts_of(parts, self.spec)
         rows = None
         if into is not None:
@@ -163,9 +175,10 @@ class ClusterClient:
         deadline = self._deadline(timeout_s)
         name = self._shared.new_lease() if lease is None else lease
         ring = self._links.ring(deadline)
-        mine = holders(ring, data, runs, lease=self._shared.new_lease(), deadline=deadline)
+        known = blocks.found_in if isinstance(blocks, Match) else {}
+        nodes = holders(ring, data, runs, known, lease=self._shared.new_lease(), deadline=deadline)
 
-        def begin(node: int, theirs: IntArray) -> Load:
+        def begin(node: int, theirs: IntArray, until: float) -> Load:
             link = ring.links[node]
             return link.load(
                 link.channel.session(0.0),
@@ -175,17 +188,10 @@ class ClusterClient:
                 follow=follow,
                 lease=name,
                 owns_lease=lease is None,
-                deadline=deadline,
+                deadline=until,
             )
 
-        begun = each(self._sides, [partial(begin, node, theirs) for node, theirs in mine.items()])
-        check_any(begun)
-        legs, failed = [], {}
-        for theirs, load in zip(mine.values(), begun, strict=True):
-            if isinstance(load, KVStoreError):
-                failed.update(dict.fromkeys(theirs.tolist(), load))
-            else:
-                legs.append(Leg(load, theirs))
+        legs, failed = begin_legs(ring, runs, nodes, begin, pool=self._sides, deadline=deadline)
         return ClusterLoad(hashes, legs, failed, lease=name, timeout_s=self.options.timeout_s)
 
     def store(
@@ -205,7 +211,8 @@ class ClusterClient:
         if parent is not None and segments is None:
             raise InvalidRequest("store: expected segments for a run with a parent, got none; cut them like the hashes")
         check_segments(segments, num_blocks=len(hashes))
-        data, runs = packed(hashes), self._runs_of(hashes, segments)
+        data = packed(hashes)
+        runs = runs_of(data, segments, block_tokens=self.spec.block_tokens)
         chosen = parts_of(parts, self.spec)
         deadline = self._deadline(timeout_s)
         ask = partial(reserve, data=data, runs=runs, parent=parent, parts=parts, deadline=deadline)
@@ -281,9 +288,6 @@ class ClusterClient:
 
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self.options.timeout_s if timeout_s is None else timeout_s)
-
-    def _runs_of(self, hashes: Sequence[BlockHash], segments: AnyArray | None) -> list[Run]:
-        return runs_of(hashes, segments, block_tokens=self.spec.block_tokens)
 
     def _pieces(
         self, answers: Sequence[tuple[Link, IntArray, Answered | KVStoreError]], parts: Sequence[int]

@@ -2,13 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from kvstore.errors import InvalidRequest, KVStoreError, StoreTimeout, StoreUnavailable
 from kvstore.types import BlockHash, ByteArray, IntArray
+from kvstore_client.fanout import each, half_way
+from kvstore_client.links import Ring
 from kvstore_client.load import Load, LoadResult
+from kvstore_client.placing import NOBODY, Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +134,45 @@ class ClusterLoad:
 
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+
+def begin_legs(
+    ring: Ring,
+    runs: Runs,
+    nodes: IntArray,
+    begin: Callable[[int, IntArray, float], Load],
+    *,
+    pool: Executor,
+    deadline: float,
+) -> tuple[list[Leg], dict[int, KVStoreError]]:
+    """A load from each member of its blocks, and by block what went wrong with those that are in none.
+
+    `nodes`, `[num_blocks]`: by block, its member. `begin` gets a member, its blocks and a deadline. What fails goes to
+    the next member that may have it. Raises: the first failure, if there is no load.
+    """
+    legs: list[Leg] = []
+    failed: dict[int, KVStoreError] = {}
+    away: set[int] = set()
+    wanted = np.arange(len(nodes))
+    while len(wanted):
+        mine = {node: wanted[nodes[wanted] == node] for node in np.unique(nodes[wanted]).tolist()}
+        until = half_way(deadline) if ring.view.has_others else deadline
+        begun = each(pool, [partial(begin, node, blocks, until) for node, blocks in mine.items()])
+        for (node, blocks), load in zip(mine.items(), begun, strict=True):
+            if isinstance(load, KVStoreError):
+                failed.update(dict.fromkeys(blocks.tolist(), load))
+                away.add(node)
+            else:
+                legs.append(Leg(load, blocks))
+                for block in blocks.tolist():
+                    failed.pop(block, None)
+        if not failed:
+            break
+        live, costs = ring.live(), ring.costs()
+        others = runs.by_block([ring.view.next_reader(segment, live, costs, away) for segment in runs.segments])
+        left = np.array(sorted(failed), np.int64)
+        wanted = left[others[left] != NOBODY]
+        nodes[wanted] = others[wanted]
+    if failed and not legs:
+        raise failed[min(failed)]
+    return legs, failed

@@ -1,5 +1,6 @@
 """One question to several daemons at once: all requests are on their way before the first answer is waited for."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ def _answer(session: Session, call: Call) -> Answered | KVStoreError:
         return Answered(session, call.answer())
     except KVStoreError as error:
         return error
+
+
+def half_way(deadline: float) -> float:
+    """When to turn to another daemon, so that there is time left for it."""
+    now = time.monotonic()
+    return now + (deadline - now) / 2
 
 
 def each(pool: Executor, steps: Sequence[Callable[[], Result]]) -> list[Result | KVStoreError]:

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvstore_client.placing import Run
+from kvstore_client.placing import NOBODY, Runs
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What one member said of the blocks of these runs, in this order."""
+class Told(NamedTuple):
+    """What one member said of the blocks that it was asked for, in their order."""
 
-    runs: Sequence[Run]
     num_found: int  # leading blocks that it has
     num_worth: int  # of those, leading ones that are worth loading
     num_writing: int  # blocks right behind those found that are being written
@@ -23,36 +22,44 @@ class Prefix:
     num_blocks: int
     num_writing: int
     num_found: int
+    gap: int  # the run in which it ends; the number of runs, if it has all
+    holders: Sequence[int]  # of each run, the member that has its blocks; `NOBODY` where none has any
 
 
-def join(runs: Sequence[Run], answers: Iterable[Found]) -> Prefix:
-    """The leading blocks that some member has. Those that nobody spoke for are missing.
+def join(runs: Runs, answers: Iterable[tuple[int, Sequence[int], Told]]) -> Prefix:
+    """The leading blocks that some member has: who, the runs that it was asked for, and what it said.
 
-    Blocks in writing count where they follow right behind; so do those behind them that are there already.
+    Those that nobody spoke for are missing. Blocks in writing count where they follow right behind; so do those behind
+    them that are there already.
     """
-    told = list(answers)
-    num_found = num_worth = num_coming = _leading(runs, told, [answer.num_found for answer in told])
-    if any(answer.num_worth < answer.num_found for answer in told):
-        num_worth = _leading(runs, told, [answer.num_worth for answer in told])
-    if num_worth == num_found and any(answer.num_writing for answer in told):
-        num_coming = _leading(runs, told, [answer.num_found + answer.num_writing for answer in told])
-    return Prefix(num_worth, num_coming - num_found, num_found)
-
-
-def _leading(runs: Sequence[Run], answers: Sequence[Found], counts: Sequence[int]) -> int:
-    """Blocks before the first that does not count. So many of each answer do; of a run in two, what either has."""
-    have: dict[Run, int] = {}
-    for answer, left in zip(answers, counts, strict=True):
-        for run in answer.runs:
-            if left <= 0:
+    sizes = runs.sizes()
+    have = [(0, 0, 0, NOBODY)] * len(runs)  # of each run: found, found or being written, worth loading, and by whom
+    for node, asked, (found, worth, num_writing) in answers:
+        coming = found + num_writing
+        for run in asked:
+            size = sizes[run]
+            if worth >= size:
+                have[run] = (size, size, size, node)
+                found, coming, worth = found - size, coming - size, worth - size
+            elif coming > 0:
+                have[run] = max(have[run], (min(found, size), min(coming, size), worth, node))
+                found, coming, worth = max(0, found - size), coming - size, 0
+            else:
                 break
-            mine = min(left, run.end - run.begin)
-            have[run] = max(mine, have.get(run, 0))
-            left -= mine
+    if not have:
+        return Prefix(0, 0, 0, 0, ())
+    counts, with_coming, with_worth, holders = zip(*have, strict=True)
+    num_found, gap = _leading(sizes, counts)
+    num_worth, _ = _leading(sizes, with_worth)
+    num_writing = _leading(sizes, with_coming)[0] - num_found if num_worth == num_found else 0
+    return Prefix(num_worth, num_writing, num_found, gap, holders)
+
+
+def _leading(sizes: Sequence[int], counts: Sequence[int]) -> tuple[int, int]:
+    """Blocks before the first that does not count, where so many leading ones of each run do; and its run."""
     total = 0
-    for run in runs:
-        count = have.get(run, 0)
+    for run, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         total += count
-        if count < run.end - run.begin:
-            break
-    return total
+        if count < size:
+            return total, run
+    return total, len(sizes)

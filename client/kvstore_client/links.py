@@ -15,7 +15,7 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client.link import Link, Shared
 from kvstore_client.members import Members
 from kvstore_client.options import ClientOptions
-from kvstore_client.placing import View
+from kvstore_client.placing import Cost, View
 from kvstore_client.session import Session
 
 TURN_S: Final = 0.1  # for which one of the members is waited for, where none is there
@@ -31,6 +31,11 @@ class Ring:
     def live(self) -> list[bool]:
         """Which members answer, as far as is known."""
         return [link.live for link in self.links]
+
+    def costs(self) -> list[Cost]:
+        """What it costs to ask each, as far as is known."""
+        sessions = [link.channel.current for link in self.links]
+        return [(True, 0) if each is None else (each.agent is not None, each.num_waiting) for each in sessions]
 
 
 class Links:

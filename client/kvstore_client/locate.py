@@ -1,6 +1,6 @@
 """From hashes to bytes: what a Match found, and how a Load is set going."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,8 @@ class Match:
     lease: str
     hashes: Sequence[BlockHash] = field(repr=False)  # all that were asked for
     _sessions: Sequence[Session] = field(repr=False)  # in which it is leased, each with its daemon
+    # Of a store of several daemons, by the first of blocks that are in one segment: in which of the sessions they are.
+    found_in: Mapping[int, Session] = field(repr=False, default_factory=dict)
 
     def __enter__(self) -> "Match":
         return self

@@ -4,41 +4,95 @@
 given for, if there was none at all.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from kvstore.errors import KVStoreError, StoreFull
-from kvstore.types import HASH_BYTES, BlockHash, IntArray
+from kvstore.types import HASH_BYTES, AnyArray, BlockHash, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore_client.fanout import Answered, Question, ask
+from kvstore_client.fanout import Answered, Question, ask, half_way
+from kvstore_client.joining import Prefix, Told, join
 from kvstore_client.link import Link, release_request, store_request, undo_store
 from kvstore_client.links import Ring
-from kvstore_client.placing import NOBODY, Run, indices_of, shares
-from kvstore_client.session import Undo
+from kvstore_client.placing import NOBODY, Cost, Runs, shares
+from kvstore_client.session import Session, Undo
 
 
 def ask_readers(
     ring: Ring,
     data: bytes,
-    runs: Sequence[Run],
+    runs: Runs,
     message_of: Callable[[bytes], pb.ClientMessage],
+    told_of: Callable[[pb.ServerMessage], Told],
     *,
     undo: Undo | None,
     deadline: float,
-) -> list[tuple[list[Run], Answered]]:
-    """Of each member that answered, the runs that it was asked for, in this order, and the answer."""
-    first, other = ring.view.readers(runs, ring.live())
-    mine = shares(runs, first)
-    for node, theirs in shares(runs, other).items():
-        # Those that it may not have yet come last: its answer ends with the first that it does not have.
-        mine[node] = [*mine.get(node, ()), *theirs]
-    # Made one by one: the first member is at work while the message for the next is made.
-    questions = (Question(ring.links[node], message_of(_cut(data, theirs)), undo) for node, theirs in mine.items())
-    answers = ask(questions, deadline=deadline)
-    check_any(answers)
-    asked = zip(mine.values(), answers, strict=True)
-    return [(theirs, answer) for theirs, answer in asked if isinstance(answer, Answered)]
+) -> tuple[Prefix, dict[int, Session]]:
+    """The leading blocks that those asked have, and the sessions in which they said so, by member.
+
+    Where the chain would end, whoever else may have the rest is asked for it. A message takes the place of an earlier
+    one to the same member, so that it names what that one has, too.
+    """
+    view, live, costs = ring.view, ring.live(), ring.costs()
+    asked = shares(view.readers(runs, live, costs))
+    tried: list[set[int]] = [set() for _ in range(len(runs))] if view.has_others else []
+    told: dict[int, tuple[int, list[int], Told]] = {}
+    sessions: dict[int, Session] = {}
+    failures: list[KVStoreError] = []
+    while True:
+        # Made one by one: the first member is at work while the message for the next is made.
+        questions = (Question(ring.links[node], message_of(runs.cut(data, mine)), undo) for node, mine in asked.items())
+        answers = ask(questions, deadline=half_way(deadline) if view.has_others else deadline)
+        for (node, mine), answer in zip(asked.items(), answers, strict=True):
+            if isinstance(answer, Answered):
+                told[node] = node, mine, told_of(answer.message)
+                sessions[node] = answer.session
+            else:
+                failures.append(answer)
+                told.pop(node, None)
+                sessions.pop(node, None)
+        prefix = join(runs, told.values())
+        if not view.has_others or prefix.gap == len(runs):
+            break
+        for node, mine in asked.items():
+            for run in mine:
+                tried[run].add(node)
+        fresh = _whom_else(ring, runs, prefix, tried, live=live, costs=costs)
+        if not fresh:
+            break
+        asked = {node: _with_held(runs, told.get(node), more) for node, more in fresh.items()}
+    if failures and not told:
+        raise failures[0]
+    return prefix, sessions
+
+
+def _whom_else(
+    ring: Ring, runs: Runs, prefix: Prefix, tried: Sequence[set[int]], *, live: Sequence[bool], costs: Sequence[Cost]
+) -> dict[int, list[int]]:
+    """Whom to ask for which runs, so that the chain goes on; nobody, if all have been asked for what comes next."""
+    asked: dict[int, list[int]] = {}
+    for run in range(prefix.gap, len(runs)):
+        if run == prefix.gap or prefix.holders[run] == NOBODY:
+            node = ring.view.next_reader(runs.segments[run], live, costs, tried[run])
+            if node != NOBODY:
+                asked.setdefault(node, []).append(run)
+            elif run == prefix.gap:
+                return {}
+    return asked
+
+
+def _with_held(runs: Runs, told: tuple[int, list[int], Told] | None, more: list[int]) -> list[int]:
+    """These runs between those that the member has: its answer ends with the first of which it lacks a block."""
+    if told is None:
+        return more
+    _, asked, (left, _, _) = told
+    num_whole = 0
+    for run in asked:
+        left -= runs.begins[run + 1] - runs.begins[run]
+        num_whole += left >= 0
+    return [*asked[:num_whole], *more, *asked[num_whole : num_whole + 1]]
 
 
 def ask_all(ring: Ring, message: Callable[[], pb.ClientMessage], *, deadline: float) -> list[pb.ServerMessage]:
@@ -48,36 +102,63 @@ def ask_all(ring: Ring, message: Callable[[], pb.ClientMessage], *, deadline: fl
     return [answer.message for answer in answers if isinstance(answer, Answered)]
 
 
-def holders(ring: Ring, data: bytes, runs: Sequence[Run], *, lease: str, deadline: float) -> dict[int, IntArray]:
-    """By member, the blocks to load from it. One that is draining is asked first, under `lease`, what it still has."""
-    first, other = ring.view.readers(runs, ring.live())
-    moving = [(run, node) for run, node, instead in zip(runs, first, other, strict=True) if instead != NOBODY]
-    if not moving:
-        return {node: indices_of(theirs) for node, theirs in shares(runs, first).items()}
-    asked = shares(*zip(*moving, strict=True))
-    questions = [
+def holders(
+    ring: Ring, data: bytes, runs: Runs, known: Mapping[int, Session], *, lease: str, deadline: float
+) -> IntArray:
+    """`[num_blocks]`: the member to load each block from.
+
+    `known`: the session in which the run that begins there was found. Where it is not known who has a block, and
+    several may, they are asked, under `lease`.
+    """
+    view, live, costs = ring.view, ring.live(), ring.costs()
+    nodes = {link.channel.current: node for node, link in enumerate(ring.links)} | {None: NOBODY}
+    found = [nodes.get(known.get(begin), NOBODY) for begin in runs.begins[:-1]]
+    first = view.readers(runs, live, costs)
+    chosen = runs.by_block([mine if mine != NOBODY else other for mine, other in zip(found, first, strict=True)])
+    if not view.has_others:
+        return chosen
+    run_of = runs.by_block(range(len(runs)))
+    tried = [{node} for node in first]
+    unsure = np.flatnonzero(runs.by_block(found) == NOBODY)
+    while len(unsure):
+        others = {
+            run: view.next_reader(runs.segments[run], live, costs, tried[run]) for run in set(run_of[unsure].tolist())
+        }
+        after = np.array([others[run] for run in run_of[unsure].tolist()], np.int64)
+        unsure, after = unsure[after != NOBODY], after[after != NOBODY]
+        missing = _missing(ring, data, unsure, chosen[unsure], lease=lease, deadline=half_way(deadline))
+        unsure = unsure[missing]
+        chosen[unsure] = after[missing]
+        for run, other in others.items():
+            tried[run].add(other)
+    return chosen
+
+
+def _missing(ring: Ring, data: bytes, blocks: IntArray, nodes: IntArray, *, lease: str, deadline: float) -> AnyArray:
+    """`[n]` bool: which of these blocks the member given with each does not have, or does not say so in time."""
+    missing = np.ones(len(blocks), bool)
+    hashes = np.frombuffer(data, np.dtype((np.void, HASH_BYTES)))
+    asked = {node: np.flatnonzero(nodes == node) for node in set(nodes.tolist())}
+    questions = (
         Question(
             ring.links[node],
-            pb.ClientMessage(load=pb.Load(hashes=_cut(data, theirs), lease=lease)),
+            pb.ClientMessage(load=pb.Load(hashes=hashes[blocks[mine]].tobytes(), lease=lease)),
             lambda _: release_request(lease),
         )
-        for node, theirs in asked.items()
-    ]
-    lengths = [run.end - run.begin for run in runs]
-    owners, instead_of = np.repeat(first, lengths), np.repeat(other, lengths)
-    for theirs, answer in zip(asked.values(), ask(questions, deadline=deadline), strict=True):
-        missing = indices_of(theirs)
+        for node, mine in asked.items()
+    )
+    for mine, answer in zip(asked.values(), ask(questions, deadline=deadline), strict=True):
         if isinstance(answer, Answered):
-            missing = missing[[error.index for error in answer.message.located.errors]]
+            missing[mine] = False
+            missing[mine[[error.index for error in answer.message.located.errors]]] = True
             answer.session.tell(release_request(lease))
-        owners[missing] = instead_of[missing]
-    return {node: np.flatnonzero(owners == node) for node in np.unique(owners).tolist()}
+    return missing
 
 
 def reserve(
     ring: Ring,
     data: bytes,
-    runs: Sequence[Run],
+    runs: Runs,
     *,
     parent: BlockHash | None,
     parts: Sequence[int] | None,
@@ -91,20 +172,22 @@ def reserve(
     owners = ring.view.writers(runs, ring.live())
     if NOBODY in owners:
         raise StoreFull("the members of the store are all draining and take nothing new; skip this save")
-    mine = shares(runs, owners)
-    within = bool(runs) and not data.startswith(runs[0].segment.to_bytes(8, "little"))
+    sizes = runs.sizes()
+    within = bool(sizes) and not data.startswith(runs.segments[0].to_bytes(8, "little"))
+    mine = shares(owners)
     questions = []
     for node, theirs in mine.items():
         message = store_request(
-            _cut(data, theirs),
-            parent=parent if within and theirs[0] is runs[0] else None,
+            runs.cut(data, theirs),
+            parent=parent if within and theirs[0] == 0 else None,
             parts=parts,
             epoch=ring.view.epoch,
-            heads=np.cumsum([run.end - run.begin for run in theirs])[:-1].tolist(),
+            heads=list(itertools.accumulate(sizes[run] for run in theirs[:-1])),
         )
         questions.append(Question(ring.links[node], message, undo_store))
-    answers = zip(questions, mine.values(), ask(questions, deadline=deadline), strict=True)
-    return [(question.link, indices_of(theirs), answer) for question, theirs, answer in answers]
+    by_block = runs.by_block(owners)
+    answers = zip(questions, mine, ask(questions, deadline=deadline), strict=True)
+    return [(question.link, np.flatnonzero(by_block == node), answer) for question, node, answer in answers]
 
 
 def check_any(answers: Sequence[object]) -> None:
@@ -112,8 +195,3 @@ def check_any(answers: Sequence[object]) -> None:
     failures = [answer for answer in answers if isinstance(answer, KVStoreError)]
     if failures and len(failures) == len(answers):
         raise failures[0]
-
-
-def _cut(data: bytes, runs: Sequence[Run]) -> bytes:
-    """The hashes of these runs."""
-    return b"".join([data[run.begin * HASH_BYTES : run.end * HASH_BYTES] for run in runs])

@@ -4,54 +4,69 @@ A request is seen as runs of blocks that are in one segment, each of which is pl
 so that a match takes no array of all its blocks in hand.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from itertools import pairwise
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from kvstore.placement import Placement, segment_blocks
-from kvstore.types import AnyArray, BlockHash, IntArray
+from kvstore.types import HASH_BYTES, AnyArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 
 NOBODY: Final = -1
 SPARES: Final = 2  # asked where no owner is live: who owns a segment once they are known to be gone
 MOST_RANKED: Final = 1 << 16  # segments whose owners are remembered
 
-
-class Run(NamedTuple):
-    """Blocks `begin` to `end` of a request, which are in one segment."""
-
-    begin: int
-    end: int
-    segment: int
+Cost: TypeAlias = tuple[bool, int]  # of asking a member: whether it is on another host, and what it has to do already
 
 
-def runs_of(hashes: Sequence[BlockHash], segments: AnyArray | None, *, block_tokens: int) -> list[Run]:
-    """The runs of blocks in these segments; None: of blocks of so many tokens that begin a chain."""
-    count = len(hashes)
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Run i is blocks `begins[i]` to `begins[i + 1]` of a request, which are in segment `segments[i]`."""
+
+    begins: list[int]
+    segments: list[int]
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    def sizes(self) -> list[int]:
+        """Of each, how many blocks it has."""
+        return [end - begin for begin, end in pairwise(self.begins)]
+
+    def by_block(self, values: Sequence[int]) -> IntArray:
+        """Of each block of the request, what its run has."""
+        return np.repeat(np.array(values, np.int64), self.sizes())
+
+    def cut(self, data: bytes, chosen: Iterable[int]) -> bytes:
+        """Of the hashes of the request, those of these runs."""
+        begins = self.begins
+        return b"".join([data[begins[run] * HASH_BYTES : begins[run + 1] * HASH_BYTES] for run in chosen])
+
+
+def runs_of(data: bytes, segments: AnyArray | None, *, block_tokens: int) -> Runs:
+    """The runs of the blocks with these hashes, in these segments; None: of a chain from its beginning on."""
+    count = len(data) // HASH_BYTES
     if not count:
-        return []
+        return Runs([0], [])
     if segments is None:
-        begins = list(range(0, count, segment_blocks(block_tokens)))
-        names = [int.from_bytes(hashes[begin][:8], "little") for begin in begins]
-    else:
-        begins = [0, *(np.flatnonzero(segments[1:] != segments[:-1]) + 1).tolist()]
-        names = segments[begins].tolist()
-    return [Run(*each) for each in zip(begins, [*begins[1:], count], names, strict=True)]
+        step = segment_blocks(block_tokens)
+        names = np.frombuffer(data, "<u8")[:: step * HASH_BYTES // 8].tolist()
+        return Runs([*range(0, count, step), count], names)
+    begins = [0, *(np.flatnonzero(segments[1:] != segments[:-1]) + 1).tolist()]
+    return Runs([*begins, count], segments[begins].tolist())
 
 
-def indices_of(runs: Iterable[Run]) -> IntArray:
-    """`[n]`: their blocks."""
-    return np.concatenate([np.zeros(0, np.int64), *(np.arange(run.begin, run.end) for run in runs)])
-
-
-def shares(runs: Sequence[Run], owners: Sequence[int]) -> dict[int, list[Run]]:
+def shares(owners: Sequence[int]) -> dict[int, list[int]]:
     """By owner, the runs that it owns, in order. Those of `NOBODY` are left out."""
-    found: dict[int, list[Run]] = {}
-    for run, owner in zip(runs, owners, strict=True):
-        if owner != NOBODY:
-            found.setdefault(owner, []).append(run)
+    found: dict[int, list[int]] = {}
+    for run, owner in enumerate(owners):
+        if owner in found:
+            found[owner].append(run)
+        elif owner != NOBODY:
+            found[owner] = [run]
     return found
 
 
@@ -59,7 +74,7 @@ def shares(runs: Sequence[Run], owners: Sequence[int]) -> dict[int, list[Run]]:
 class View:
     """The members of a store at one time, and where they place runs of blocks.
 
-    Members are named by their places in `nodes`. `live`, by node: which of them answer.
+    Members are named by their places in `nodes`. `live` and `costs`, by node: which of them answer, and at what cost.
     """
 
     members: Sequence[pb.Member]  # by node id, ascending, each once
@@ -67,6 +82,7 @@ class View:
     replicas: int
     nodes: tuple[str, ...] = field(init=False)
     placement: Placement | None = field(init=False)  # over those that are not draining; None: all are
+    has_others: bool = field(init=False)  # whether what one member does not have may be with another
     _everybody: "_Ranking" = field(init=False)
     _up: "_Ranking" = field(init=False)  # without those that are draining
 
@@ -78,6 +94,7 @@ class View:
         set_field = object.__setattr__  # it is frozen from here on
         set_field(self, "nodes", nodes)
         set_field(self, "placement", staying.placement)
+        set_field(self, "has_others", self.replicas > 1 or staying is not everybody)
         set_field(self, "_everybody", everybody)
         set_field(self, "_up", staying)
 
@@ -95,51 +112,74 @@ class View:
         """The member of that name, which there is."""
         return next(member for member in self.members if member.node_id == node)
 
-    def readers(self, runs: Sequence[Run], live: Sequence[bool]) -> tuple[list[int], list[int]]:
-        """Of each run, who is asked for it, and who else.
+    def readers(self, runs: Runs, live: Sequence[bool], costs: Sequence[Cost]) -> list[int]:
+        """Of each run, who is asked for it: of its owners that are live, the one that costs least."""
+        return self._everybody.cheapest(runs, live, costs)
 
-        The first is its owner among all members. The other is the one among those that are not draining, where that is
-        not the same; else `NOBODY`. Of several replicas each is the first that is live.
+    def next_reader(self, segment: int, live: Sequence[bool], costs: Sequence[Cost], tried: Container[int]) -> int:
+        """Who else may have the blocks of this segment; `NOBODY`, if all such have been tried.
+
+        Those are its owners among all members, and among those that are not draining.
         """
-        first = self._everybody.first(runs, live)
-        if self._up is self._everybody:
-            return first, [NOBODY] * len(runs)
-        others = self._up.first(runs, live)
-        return first, [NOBODY if other == one else other for one, other in zip(first, others, strict=True)]
+        others = [self._everybody.owners(segment, live), self._up.owners(segment, live)]
+        for owners in others if self.has_others else ():
+            left = [owner for owner in owners if owner not in tried]
+            if left:
+                return min(left, key=costs.__getitem__)
+        return NOBODY
 
-    def writers(self, runs: Sequence[Run], live: Sequence[bool]) -> list[int]:
-        """Of each run, who takes it in; `NOBODY`, if all members are draining."""
+    def writers(self, runs: Runs, live: Sequence[bool]) -> list[int]:
+        """Of each run, who takes it in: its first owner that is live; `NOBODY`, if all members are draining."""
         return self._up.first(runs, live)
 
 
 class _Ranking:
-    """The owners of segments among some of the members. Thread-safe: what is remembered never changes."""
+    """The owners of segments among some of the members. Thread-safe: what is remembered of a segment stays so."""
 
     def __init__(self, members: Sequence[pb.Member], nodes: tuple[str, ...], replicas: int) -> None:
         weights = {member.node_id: float(max(1, member.capacity_bytes)) for member in members}
         self.placement = Placement(weights) if weights else None
         self._places = [nodes.index(node) for node in sorted(weights)]
         self._replicas = replicas
-        self._owners: dict[int, list[int]] = {}  # by segment
+        self._ranked: dict[int, list[int]] = {}  # by segment: its owners, and who is next
 
-    def first(self, runs: Sequence[Run], live: Sequence[bool]) -> list[int]:
-        """The first live one of the owners of each run, and of who is next; the first of all, if none is live."""
+    def owners(self, segment: int, live: Sequence[bool]) -> list[int]:
+        """Those that are live; if none is, the first live one of who is next; if none is, the first of all."""
+        if self.placement is None:
+            return []
+        ranked = self._known([segment])[segment]
+        owners = [owner for owner in ranked[: self._replicas] if live[owner]]
+        return owners or [owner for owner in ranked if live[owner]][:1] or ranked[:1]
+
+    def first(self, runs: Runs, live: Sequence[bool]) -> list[int]:
+        """Of each run, the first of `owners`; `NOBODY` where there are no members."""
         if self.placement is None:
             return [NOBODY] * len(runs)
-        known = self._owners
-        names = [run.segment for run in runs]
-        if not known.keys() >= set(names):
-            known = self._rank(names)
-        chosen = []
-        for name in names:
-            owners = known[name]
-            first = owners[0]
-            chosen.append(first if live[first] else next((owner for owner in owners if live[owner]), first))
-        return chosen
+        known = self._known(runs.segments)
+        chosen = [known[segment][0] for segment in runs.segments]
+        if all(live):
+            return chosen
+        return [
+            first if live[first] else self.owners(segment, live)[0]
+            for first, segment in zip(chosen, runs.segments, strict=True)
+        ]
+
+    def cheapest(self, runs: Runs, live: Sequence[bool], costs: Sequence[Cost]) -> list[int]:
+        """Of each run, the one of `owners` that costs least; of those that cost the same, the first."""
+        if self._replicas == 1:
+            return self.first(runs, live)
+        return [min(self.owners(segment, live), key=costs.__getitem__) for segment in runs.segments]
+
+    def _known(self, segments: list[int]) -> dict[int, list[int]]:
+        """By segment, these among them, its owners and who is next."""
+        known = self._ranked
+        if not known.keys() >= set(segments):
+            if len(known) > MOST_RANKED:
+                known = self._ranked = {}
+            known.update(self._rank([segment for segment in segments if segment not in known]))
+        return known
 
     def _rank(self, segments: list[int]) -> dict[int, list[int]]:
         assert self.placement is not None
         ranked = self.placement.owners(np.array(segments, np.uint64), count=self._replicas + SPARES).tolist()
-        fresh = {name: [self._places[at] for at in row] for name, row in zip(segments, ranked, strict=True)}
-        self._owners = fresh if len(self._owners) > MOST_RANKED else self._owners | fresh
-        return self._owners | fresh
+        return {name: [self._places[at] for at in row] for name, row in zip(segments, ranked, strict=True)}

@@ -82,6 +82,11 @@ class Session:
     def alive(self) -> bool:
         return self._ended is None
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests without their last answer."""
+        return len(self._pending)
+
     def greet(self, hello: pb.Hello, *, timeout_s: float) -> None:
         """The daemon has welcomed this session.
 

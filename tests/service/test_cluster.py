@@ -18,7 +18,7 @@ from kvstore.placement import Placement, segment_blocks, segments
 from kvstore.types import BlockHash, ByteArray, IntArray, Outcome
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import unpack_hashes, unpack_u32
-from kvstore_client import BlockRows, ClientOptions, ClusterClient, ClusterLoad, connect
+from kvstore_client import BlockRows, ClientOptions, ClusterClient, ClusterLoad, Match, connect
 from kvstore_client import owners as owners_module
 from kvstore_client.members import Members
 
@@ -82,7 +82,9 @@ def store(client: ClusterClient, hashes: list[BlockHash] = HASHES) -> list[Outco
     return write.outcomes
 
 
-def load(client: ClusterClient, hashes: list[BlockHash] = HASHES, **arguments: Any) -> tuple[ByteArray, ClusterLoad]:
+def load(
+    client: ClusterClient, hashes: Match | list[BlockHash] = HASHES, **arguments: Any
+) -> tuple[ByteArray, ClusterLoad]:
     """What is in place, in the end, of memory that was all zeros."""
     target = np.zeros_like(DATA)
     load = client.load(hashes, into=BlockRows(target), **arguments)
@@ -294,6 +296,64 @@ def test_with_two_replicas_the_next_owner_stands_in_for_the_first(house: House, 
     assert store(client) == [Outcome.STORED] * NUM_BLOCKS
     assert client.match(HASHES, lease="").num_found == NUM_BLOCKS
     assert (load(client)[0] == DATA).all()
+
+
+@pytest.fixture
+def uneven(house: House, client: ClusterClient) -> IntArray:
+    """`[NUM_BLOCKS]`: who keeps each block first, of two replicas. Of those, n0 has none of its, and is there."""
+    house.tell(replicas=2)
+    eventually(lambda: client._links.current().view.epoch == 2)
+    house.daemons[0].kill()
+    eventually(lambda: not client._links.current().links[0].live)
+    store(client)
+    house.daemons[0].start()
+    house.tell(replicas=2)
+    eventually(lambda: all_live(client))
+    assert house.counts("blocks_committed")[0] == 0
+    return house.owners()
+
+
+def test_what_one_replica_lacks_is_found_with_the_other(
+    house: House, client: ClusterClient, uneven: IntArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = owners_module.ask
+    deadlines = []
+
+    def noted(questions: Any, *, deadline: float) -> Any:
+        deadlines.append(deadline)
+        return ask(questions, deadline=deadline)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owners_module, "ask", noted)
+        match = client.match(HASHES)
+    assert len(set(deadlines)) == len(deadlines) >= 2, "each round leaves time for another"
+    with match:
+        assert match.num_found == NUM_BLOCKS
+        assert sum(house.counts("blocks_leased")) == NUM_BLOCKS, "also those found in different rounds"
+        with monkeypatch.context() as patch:
+            patch.setattr(owners_module, "ask", None)  # where they are is known
+            assert not load(client, match)[1].errors
+        for blocks in (match, HASHES):
+            target, whole = load(client, blocks)
+            assert not whole.errors
+            assert (target == DATA).all()
+    eventually(lambda: house.counts("blocks_leased") == [0, 0, 0])
+    assert client.prefetch(HASHES) == NUM_BLOCKS
+
+
+def test_a_replica_that_hangs_costs_a_call_time_and_no_blocks(
+    house: House, client: ClusterClient, uneven: IntArray
+) -> None:
+    """Covers: A15, D14."""
+    store(client)  # now n0 has its blocks, too
+    match = client.match(HASHES)
+    assert house.counts("blocks_leased")[0] == int((uneven == 0).sum()), "it is asked first"
+    with stopped(house.daemons[0]):
+        assert client.match(HASHES, lease="", timeout_s=1.0).num_found == NUM_BLOCKS
+        for blocks in (match, HASHES):
+            target, whole = load(client, blocks, timeout_s=1.0)
+            assert not whole.errors
+            assert (target == DATA).all()
 
 
 def test_views_are_in_place_and_leases_are_given_back_everywhere(house: House, client: ClusterClient) -> None:
