@@ -176,7 +176,7 @@ class ClusterClient:
         name = self._shared.new_lease() if lease is None else lease
         ring = self._links.ring(deadline)
         known = blocks.found_in if isinstance(blocks, Match) else {}
-        nodes = holders(ring, data, runs, known, lease=self._shared.new_lease(), deadline=deadline)
+        nodes = holders(ring, data, runs, known, follow=follow, lease=self._shared.new_lease(), deadline=deadline)
 
         def begin(node: int, theirs: IntArray, until: float) -> Load:
             link = ring.links[node]

@@ -22,7 +22,7 @@ class Prefix:
     num_blocks: int
     num_writing: int
     num_found: int
-    gap: int  # the run in which it ends; the number of runs, if it has all
+    gap: int  # the run in which it ends, with those in writing; the number of runs, if it has all
     holders: Sequence[int]  # of each run, the member that has its blocks; `NOBODY` where none has any
 
 
@@ -49,10 +49,10 @@ def join(runs: Runs, answers: Iterable[tuple[int, Sequence[int], Told]]) -> Pref
     if not have:
         return Prefix(0, 0, 0, 0, ())
     counts, with_coming, with_worth, holders = zip(*have, strict=True)
-    num_found, gap = _leading(sizes, counts)
+    num_found, _ = _leading(sizes, counts)
     num_worth, _ = _leading(sizes, with_worth)
-    num_writing = _leading(sizes, with_coming)[0] - num_found if num_worth == num_found else 0
-    return Prefix(num_worth, num_writing, num_found, gap, holders)
+    num_coming, gap = _leading(sizes, with_coming)
+    return Prefix(num_worth, num_coming - num_found if num_worth == num_found else 0, num_found, gap, holders)
 
 
 def _leading(sizes: Sequence[int], counts: Sequence[int]) -> tuple[int, int]:

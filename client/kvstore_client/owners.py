@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from kvstore.errors import KVStoreError, StoreFull
+from kvstore.errors import KVStoreError, StoreFull, WriterFailed
 from kvstore.types import HASH_BYTES, AnyArray, BlockHash, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client.fanout import Answered, Question, ask, half_way
@@ -92,7 +92,7 @@ def _with_held(runs: Runs, told: tuple[int, list[int], Told] | None, more: list[
     for run in asked:
         left -= runs.begins[run + 1] - runs.begins[run]
         num_whole += left >= 0
-    return [*asked[:num_whole], *more, *asked[num_whole : num_whole + 1]]
+    return [*asked[:num_whole], *more, *asked[num_whole:]]
 
 
 def ask_all(ring: Ring, message: Callable[[], pb.ClientMessage], *, deadline: float) -> list[pb.ServerMessage]:
@@ -103,12 +103,12 @@ def ask_all(ring: Ring, message: Callable[[], pb.ClientMessage], *, deadline: fl
 
 
 def holders(
-    ring: Ring, data: bytes, runs: Runs, known: Mapping[int, Session], *, lease: str, deadline: float
+    ring: Ring, data: bytes, runs: Runs, known: Mapping[int, Session], *, follow: bool, lease: str, deadline: float
 ) -> IntArray:
     """`[num_blocks]`: the member to load each block from.
 
     `known`: the session in which the run that begins there was found. Where it is not known who has a block, and
-    several may, they are asked, under `lease`.
+    several may, they are asked, under `lease`; with `follow`, whoever has it in writing has it.
     """
     view, live, costs = ring.view, ring.live(), ring.costs()
     nodes = {link.channel.current: node for node, link in enumerate(ring.links)} | {None: NOBODY}
@@ -126,7 +126,7 @@ def holders(
         }
         after = np.array([others[run] for run in run_of[unsure].tolist()], np.int64)
         unsure, after = unsure[after != NOBODY], after[after != NOBODY]
-        missing = _missing(ring, data, unsure, chosen[unsure], lease=lease, deadline=half_way(deadline))
+        missing = _missing(ring, data, unsure, chosen[unsure], follow=follow, lease=lease, deadline=half_way(deadline))
         unsure = unsure[missing]
         chosen[unsure] = after[missing]
         for run, other in others.items():
@@ -134,7 +134,9 @@ def holders(
     return chosen
 
 
-def _missing(ring: Ring, data: bytes, blocks: IntArray, nodes: IntArray, *, lease: str, deadline: float) -> AnyArray:
+def _missing(
+    ring: Ring, data: bytes, blocks: IntArray, nodes: IntArray, *, follow: bool, lease: str, deadline: float
+) -> AnyArray:
     """`[n]` bool: which of these blocks the member given with each does not have, or does not say so in time."""
     missing = np.ones(len(blocks), bool)
     hashes = np.frombuffer(data, np.dtype((np.void, HASH_BYTES)))
@@ -150,7 +152,9 @@ def _missing(ring: Ring, data: bytes, blocks: IntArray, nodes: IntArray, *, leas
     for mine, answer in zip(asked.values(), ask(questions, deadline=deadline), strict=True):
         if isinstance(answer, Answered):
             missing[mine] = False
-            missing[mine[[error.index for error in answer.message.located.errors]]] = True
+            errors = answer.message.located.errors
+            lacking = [each.index for each in errors if not (follow and each.status.code == WriterFailed.code)]
+            missing[mine[lacking]] = True
             answer.session.tell(release_request(lease))
     return missing
 

@@ -374,12 +374,18 @@ def test_views_are_in_place_and_leases_are_given_back_everywhere(house: House, c
     assert house.counts("blocks_leased") == [0, 0, 0]
 
 
-def test_a_follower_gets_each_part_as_it_arrives_with_any_owner(client: ClusterClient) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("known", [True, False], ids=["of a match", "of hashes"])
+def test_a_follower_gets_each_part_as_it_arrives_with_any_owner(
+    house: House, client: ClusterClient, known: bool, replicas: int
+) -> None:
+    house.tell(replicas=replicas)
+    eventually(lambda: client._links.current().view.epoch == 2)
     target = [np.zeros((NUM_BLOCKS, 64), np.uint8) for _ in range(2)]
     with client.store(HASHES) as write:
         match = client.match(HASHES)
         assert (match.num_blocks, match.num_writing) == (0, NUM_BLOCKS)
-        following = client.load(match, into=target, follow=True)
+        following = client.load(match if known else HASHES, into=target, follow=True)
         write.put(0, DATA[:, :64])
         following.wait_part(0)
         assert (target[0] == DATA[:, :64]).all()
