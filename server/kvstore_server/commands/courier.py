@@ -253,7 +253,14 @@ class Courier:
 
     def _open(self, boot_id: bytes, namespace: Namespace, address: str) -> KVClient:
         name = f"courier/{self._node}"
-        options = ClientOptions(name=name, token=self._token, timeout_s=TIMEOUT_S, integrity="always")
+        options = ClientOptions(
+            name=name,
+            token=self._token,
+            timeout_s=TIMEOUT_S,
+            breaker_failures=1,  # others need not wait for a member that hangs
+            breaker_cooldown_s=RETRY_S,
+            integrity="always",
+        )
         client = self._clients[boot_id, namespace] = KVClient(address, self._specs[namespace], options=options)
         return client
 
