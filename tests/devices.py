@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvstore.errors import InvalidRequest
+from kvstore.transport.cuda import CudaDevice, Device, DeviceFull, DeviceMemory
 from kvstore.transport.memory import address_of
 from kvstore.types import ByteArray, IntArray
-from kvstore_server.tiers.devices import CudaDevice, Device, DeviceFull, DeviceMemory
 
 
 class HostDevice:

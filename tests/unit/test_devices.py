@@ -8,9 +8,9 @@ import pytest
 from devices import CudaError, StandInRuntime, cuda_device, stand_in_for_cuda
 
 from kvstore.errors import InvalidRequest
+from kvstore.transport.cuda import CudaDevice, Device, DeviceFailed, DeviceFull
 from kvstore.transport.memory import address_of
 from kvstore.types import ByteArray
-from kvstore_server.tiers.devices import CudaDevice, Device, DeviceFailed, DeviceFull
 
 SIZE = 3000
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
