@@ -100,8 +100,8 @@ def as_rows(
     if on_device is not None:
         if num_rows and not in_cuda_region(on_device.addresses(np.arange(num_rows)), row_bytes):
             raise InvalidRequest(
-                f"{where}: expected memory of the host or of one open CUDA region, got device memory in none of them; copy "
-                "it to the host first, or make a cuda_region of it"
+                f"{where}: expected memory of the host or of one open CUDA region, got device memory in none of them; "
+                "copy it to the host first, or make a cuda_region of it"
             )
         return on_device
     if isinstance(rows, list | tuple):

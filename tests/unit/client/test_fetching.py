@@ -10,7 +10,8 @@ import xxhash
 from builders import chain, rows, spec
 
 from kvstore.errors import BlockCorrupt, BlockMissing, KVStoreError, StoreUnavailable
-from kvstore.types import ByteArray
+from kvstore.transport.memory import hash_pieces
+from kvstore.types import AnyArray, ByteArray, IntArray, Memory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import pack_u64, unpack_u64
 from kvstore_client import fetching
@@ -32,12 +33,16 @@ class FakeRegion:
     """Memory that counts as registered in this session."""
 
     number = 5
+    memory = Memory.HOST
 
     def __init__(self, session: "FakeSession", memory: ByteArray) -> None:
         self.sessions = {session: None}
         self.array = memory
         self.address = memory.ctypes.data
         self.size_bytes = memory.size
+
+    def checksums(self, addresses: IntArray, size_bytes: int) -> AnyArray:
+        return hash_pieces(addresses, np.full(len(addresses), size_bytes))
 
 
 class FakeSession:
