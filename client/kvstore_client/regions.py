@@ -61,11 +61,9 @@ class Regions:
         """
         array = cuda_array(value, "cuda_region")
         if array is None or not array.size_bytes or array.has_gaps:
-            got = (
-                f"a {type(value).__name__} in host memory"
-                if array is None
-                else f"{array.shape}, strides {array.strides}"
-            )
+            got = f"a {type(value).__name__} in host memory"
+            if array is not None:
+                got = f"shape {list(array.shape)}, strides {array.strides}"
             raise InvalidRequest(
                 "cuda_region: expected an array in device memory (`__cuda_array_interface__`), of at least 1 byte and "
                 f"without gaps, got {got}; pass the one that it is a view of, or use region() in host memory"
