@@ -6,7 +6,7 @@ daemon and in this process, and no code of ours may touch it. In what is marked 
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,11 @@ import pytest
 from builders import chain, rows, spec
 from devices import StandInRuntime, cuda_device, stand_in_for_cuda
 from service.harness import NO_UCX, DaemonProcess, RawStream, store
+from service.test_cluster import DATA as CLUSTER_DATA
+from service.test_cluster import HASHES as CLUSTER_HASHES
+from service.test_cluster import House, open_client
 from service.test_ucx_safety import Liar
+from tellers import Teller
 
 from kvstore.errors import BlockCorrupt, InvalidRequest, Unsupported
 from kvstore.transport import memory, ucx
@@ -179,6 +183,38 @@ def test_a_region_is_registered_with_the_daemon_that_was_started_again(
     assert write.outcomes == [Outcome.STORED] * 6
 
 
+def test_members_of_a_cluster_each_move_their_blocks(
+    nixl_with_cuda: StandInRuntime, make_daemon: MakeDaemon, stack: ExitStack
+) -> None:
+    house = House(make_daemon, stack.enter_context(closing(Teller())))
+    client = open_client(house, stack, transport="ucx")
+    source, target = (nixl_with_cuda.array(data) for data in (CLUSTER_DATA, np.zeros_like(CLUSTER_DATA)))
+    with pytest.raises(InvalidRequest, match="make a cuda_region"):
+        client.load(CLUSTER_HASHES, into=BlockRows(target))
+    client.cuda_region(source)
+    client.cuda_region(target)
+    with client.store(CLUSTER_HASHES) as write:
+        write.put_blocks(source)
+    assert write.outcomes == [Outcome.STORED] * len(CLUSTER_HASHES)
+    assert all(house.counts("blocks_committed"))
+    result = client.load(CLUSTER_HASHES, into=BlockRows(target)).wait()
+    assert (result.num_loaded, result.errors) == (len(CLUSTER_HASHES), {})
+    assert (target.contents == CLUSTER_DATA).all()
+
+
+def test_rows_whose_region_is_closed_while_they_are_put_are_not_touched(
+    client: KVClient, nixl_with_cuda: StandInRuntime
+) -> None:
+    array = nixl_with_cuda.array(DATA)
+    region = client.cuda_region(array)
+    write = client.store(HASHES)
+    source = write._rows(array, KV.block_bytes, "put_blocks")
+    region.close()
+    with pytest.raises(InvalidRequest, match="one that was closed"):
+        write.send(source, write.parts, [0, 8192, 16384], timeout_s=None)
+    assert store(client, chain(1, of=KV, seed=2)) == [Outcome.STORED]
+
+
 # What is refused.
 
 
@@ -210,6 +246,23 @@ def test_over_shared_memory_a_region_is_refused_and_the_client_goes_on(
     with pytest.raises(Unsupported, match="expected a session over ucx"):
         client.cuda_region(cuda.array(DATA))
     assert store(client, HASHES) == [Outcome.STORED] * 6
+
+
+def test_a_region_that_was_made_before_there_was_a_session_is_refused_when_it_is_used_over_shared_memory(
+    cuda: StandInRuntime, daemon: DaemonProcess, connect: Connect
+) -> None:
+    daemon.kill()
+    client = connect(daemon, KV, ready=False, transport="shm")
+    array = cuda.array(DATA)
+    client.cuda_region(array)
+    daemon.start()
+    client.wait_ready(20)
+    with client.store(HASHES) as write, pytest.raises(Unsupported, match="expected a session over ucx"):
+        write.put_blocks(array)
+    assert store(client, HASHES) == [Outcome.STORED] * 6
+    with pytest.raises(Unsupported, match="expected a session over ucx"):
+        client.load(HASHES, into=BlockRows(array))
+    assert not client.statistics().bytes_loaded
 
 
 @pytest.mark.parametrize("kind", [2, 7, -1])

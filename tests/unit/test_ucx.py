@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest, StoreFull, StoreUnavailable, Unsupported
 from kvstore.transport import ucx
 from kvstore.transport.ucx import Agent, Op, Transfer, cut, device_towards
+from kvstore.types import Memory
 
 needs_nixl = pytest.mark.skipif(bool(ucx.why_unavailable()), reason=ucx.why_unavailable())
 SIZE = 1 << 20
@@ -114,6 +115,27 @@ def test_memory_that_is_not_registered_is_refused_on_either_side(agents: tuple[A
     with pytest.raises(InvalidRequest):
         move(ours, Op.READ, np.array([mine.ctypes.data]), np.array([there.ctypes.data + SIZE - 63]), one)
     move(ours, Op.READ, np.array([mine.ctypes.data]), np.array([there.ctypes.data + SIZE - 64]), one)
+
+
+@needs_nixl
+def test_memory_of_the_host_is_neither_registered_nor_moved_as_that_of_a_device(agents: tuple[Agent, Agent]) -> None:
+    """Nor are the peer's registrations forgotten."""
+    ours, theirs = agents
+    mine, there = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
+    base = there.ctypes.data
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=r"register 1048576 bytes of a CUDA device.*copy to host memory"):
+            theirs.register(base, SIZE, device_id=3, memory=Memory.CUDA)
+    assert repr(theirs) == "<Agent 'b' on lo [0 registered]>"
+    theirs.register(base, SIZE, device_id=3)
+    ours.register(mine.ctypes.data, SIZE)
+    what = {"address": base, "size_bytes": SIZE, "device_id": 3}
+    with pytest.raises(InvalidRequest, match=r"\(CUDA\) with the device id 3"):
+        ours.add_peer("b", theirs.metadata(base, device_id=3), **what, memory=Memory.CUDA)
+    one, places = np.ones(1, np.int64), {"local": np.array([mine.ctypes.data]), "remote": np.array([base])}
+    with pytest.raises(InvalidRequest):
+        ours.begin(Op.READ, "b", **places, sizes=one, device_id=3, memory=Memory.CUDA)
+    move(ours, Op.READ, places["local"], places["remote"], one)
 
 
 @needs_nixl
