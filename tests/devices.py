@@ -145,6 +145,9 @@ class StandInRuntime:
     def getDeviceProperties(self, number: int) -> dict[str, bytes]:
         return {"name": self.names[number].encode()}
 
+    def getDevice(self) -> int:
+        return getattr(self._current, "number", -1)
+
     def setDevice(self, number: int) -> None:
         self._current.number = number
 
@@ -222,7 +225,8 @@ class StandInRuntime:
         raise AssertionError("a copy that is not to or from memory of the device")
 
     def _step(self, step: str) -> None:
-        self.used.append(self._current.number)  # AttributeError: this thread did not say which device
+        assert self.getDevice() >= 0, "this thread did not say which device"
+        self.used.append(self.getDevice())
         self.before(step)
 
     def _run(self, stream: int, up_to: int) -> None:

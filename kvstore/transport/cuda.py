@@ -139,11 +139,18 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _calling(self, action: str) -> Iterator[None]:
-        """This thread's calls go to this device, and an error of them becomes ours."""
+        """This thread's calls go to this device until the end, and an error of them becomes ours.
+
+        The thread may be an engine's, which uses another device.
+        """
         cuda = self._cuda
         try:
+            before = cuda.getDevice()
             cuda.setDevice(self._number)
-            yield
+            try:
+                yield
+            finally:
+                cuda.setDevice(before)
         except cuda.CUDARuntimeError as error:
             message = f"{self.name}: cannot {action}: {error}"
             if error.status == OUT_OF_MEMORY:

@@ -72,6 +72,17 @@ def test_every_thread_says_which_device_it_means(cuda: StandInRuntime) -> None:
             pool.submit(device.memory).result()
 
 
+def test_a_thread_that_uses_another_device_goes_on_with_that(cuda: StandInRuntime) -> None:
+    cuda.setDevice(0)
+    device = CudaDevice(1)
+    there_and_back(device)
+    fail_at(cuda, "malloc")
+    with pytest.raises(DeviceFailed):
+        device.allocate(SIZE)
+    assert cuda.getDevice() == 0
+    assert set(cuda.used) == {1}
+
+
 @pytest.mark.parametrize("step", ["memcpyAsync", "eventCreateWithFlags", "eventRecord", "eventSynchronize"])
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_copy_that_fails_has_ended_when_that_is_said(cuda: StandInRuntime, step: str, after: int) -> None:

@@ -126,6 +126,7 @@ class Shelf:
 def shelf() -> Any:
     shelf = Shelf()
     yield shelf
+    shelf.stop()
     shelf.pool.shutdown()
 
 
@@ -269,7 +270,7 @@ def test_a_block_that_arrived_on_a_device_with_another_byte_is_an_error(shelf: S
 def test_rows_on_a_device_whose_region_was_closed_are_asked_for_no_more(shelf: Shelf, on_device: OnDevice) -> None:
     on_device.region.close()
     with pytest.raises(InvalidRequest, match="one that was closed"):
-        on_device.copy().result()
+        on_device.copy().result(timeout=5)
     assert shelf.session.asked.empty()
     assert is_free(shelf.staging)
 
