@@ -80,6 +80,11 @@ class Rows:
         return np.array([address_of(self.rows[index]) for index in indices.tolist()], np.int64)
 
 
+def in_none(addresses: IntArray, row_bytes: int) -> bool:
+    """Where there are no CUDA regions."""
+    return False
+
+
 def as_rows(
     rows: RowsLike,
     *,
@@ -87,7 +92,7 @@ def as_rows(
     row_bytes: int,
     where: str,
     writable: bool = False,
-    in_cuda_region: InCudaRegion = lambda addresses, row_bytes: False,
+    in_cuda_region: InCudaRegion = in_none,
 ) -> Rows | CudaRows:
     """The caller's buffer as `num_rows` rows of `row_bytes` bytes.
 
@@ -137,7 +142,7 @@ def as_destination(
     spec: KVSpec,
     parts: Sequence[int],
     num_blocks: int,
-    in_cuda_region: InCudaRegion = lambda addresses, row_bytes: False,
+    in_cuda_region: InCudaRegion = in_none,
 ) -> dict[int, Rows | CudaRows]:
     """Where each part of each block goes: rows for every part of `parts`, all of them writable.
 

@@ -72,6 +72,9 @@ def cuda_array(value: Any, where: str) -> CudaArray | None:
     """Where this array lies; None: not in device memory. Raises: InvalidRequest, if that cannot be told."""
     try:
         interface = value.__cuda_array_interface__
+        shape, (address, read_only) = tuple(interface["shape"]), interface["data"]
+        item_bytes = np.dtype(interface["typestr"]).itemsize
+        strides = interface.get("strides") or _packed_strides(shape, item_bytes)
     except AttributeError:
         return None
     except Exception as error:  # torch: a tensor with a gradient, or of a dtype that NumPy has no name for
@@ -79,9 +82,6 @@ def cuda_array(value: Any, where: str) -> CudaArray | None:
             f"{where}: expected an array that can tell where it lies, got: {error!r}; pass it detached, as bytes "
             "(`tensor.detach().view(torch.uint8)`)"
         ) from None
-    shape, (address, read_only) = tuple(interface["shape"]), interface["data"]
-    item_bytes = np.dtype(interface["typestr"]).itemsize
-    strides = interface.get("strides") or _packed_strides(shape, item_bytes)
     if interface.get("mask") is not None:
         raise InvalidRequest(f"{where}: expected an array without a mask, got one with; pass its data")
     return CudaArray(int(address), shape, tuple(strides), item_bytes, not read_only, value)

@@ -111,8 +111,8 @@ class Link:
         deadline: float,
     ) -> Load:
         """As `KVClient.load`, of what was checked."""
-        for rows in (into or {}).values():
-            if isinstance(rows, CudaRows) and len(rows):
+        for rows in (into or {}).values():  # before anything is leased
+            if isinstance(rows, CudaRows):
                 self._shared.regions.check_reachable(rows, session)
         plan = LoadPlan(
             hashes=hashes,

@@ -61,7 +61,7 @@ class AnyRegion(ABC):
         self.close()
 
     def close(self) -> None:
-        """The daemon drops the region, after copies under way; the memory goes with its last view.
+        """The daemon drops the region, after copies under way; then the memory goes with its last view.
 
         Idempotent.
         """
@@ -171,8 +171,8 @@ class CudaRegion(AnyRegion):
 
     def _share(self, session: Session, deadline: float) -> None:
         raise Unsupported(
-            f"region {self.number}: expected a session over ucx for device memory, got one over shared memory; copy to "
-            'host memory, or make the client with transport="ucx"'
+            f"region {self.number}: expected a session over ucx for device memory, got one that is not; copy to host "
+            'memory, or make the client with transport="ucx"'
         )
 
 

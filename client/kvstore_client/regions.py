@@ -139,6 +139,8 @@ class Regions:
 
     def check_reachable(self, rows: CudaRows, session: Session) -> None:
         """Raises: why this device memory cannot be used in this session."""
+        if not len(rows):
+            return
         region = self.containing(rows.addresses(np.arange(len(rows))), rows.row_bytes, memory=Memory.CUDA)
         if region is None:
             raise closed_meanwhile()

@@ -90,9 +90,9 @@ class Write:
         have ended before (synchronise its stream), as the daemon knows of no stream.
 
         Raises: InvalidRequest, if the rows do not fit, the part is not of this write, or was put before;
-        Unsupported, if the session cannot reach that device memory; StoreTimeout; StoreUnavailable; what
-        the daemon answers. After StoreTimeout the daemon may still read rows in a region, until `abort`
-        has returned.
+        Unsupported, if the session cannot reach that device memory (put it from host memory); StoreTimeout;
+        StoreUnavailable; what the daemon answers. After StoreTimeout the daemon may still read rows in a
+        region, until `abort` has returned.
         """
         if part not in self.parts:
             raise InvalidRequest(f"put: expected one of this write's parts {self.parts[:8]}, got {part}; correct it")
@@ -114,6 +114,8 @@ class Write:
     ) -> None:
         """As `put`, for parts of this write which begin at `begins` within each row."""
         self._check_open()
+        if isinstance(source, CudaRows):  # before it counts as put: from host memory it still can be
+            self._regions.check_reachable(source, self._session)
         self._claim(parts)
         self._move(source, parts, begins, timeout_s)
 

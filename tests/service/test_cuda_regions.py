@@ -211,7 +211,7 @@ def test_rows_whose_region_is_closed_while_they_are_put_are_not_touched(
     source = write._rows(array, KV.block_bytes, "put_blocks")
     region.close()
     with pytest.raises(InvalidRequest, match="one that was closed"):
-        write.send(source, write.parts, [0, 8192, 16384], timeout_s=None)
+        write._move(source, write.parts, [0, 8192, 16384], None)
     assert store(client, chain(1, of=KV, seed=2)) == [Outcome.STORED]
 
 
@@ -257,9 +257,11 @@ def test_a_region_that_was_made_before_there_was_a_session_is_refused_when_it_is
     client.cuda_region(array)
     daemon.start()
     client.wait_ready(20)
-    with client.store(HASHES) as write, pytest.raises(Unsupported, match="expected a session over ucx"):
-        write.put_blocks(array)
-    assert store(client, HASHES) == [Outcome.STORED] * 6
+    with client.store(HASHES) as write:
+        with pytest.raises(Unsupported, match="expected a session over ucx"):
+            write.put_blocks(array)
+        write.put_blocks(DATA)
+    assert write.outcomes == [Outcome.STORED] * 6
     with pytest.raises(Unsupported, match="expected a session over ucx"):
         client.load(HASHES, into=BlockRows(array))
     assert not client.statistics().bytes_loaded

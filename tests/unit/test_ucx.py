@@ -119,7 +119,6 @@ def test_memory_that_is_not_registered_is_refused_on_either_side(agents: tuple[A
 
 @needs_nixl
 def test_memory_of_the_host_is_neither_registered_nor_moved_as_that_of_a_device(agents: tuple[Agent, Agent]) -> None:
-    """Nor are the peer's registrations forgotten."""
     ours, theirs = agents
     mine, there = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
     base = there.ctypes.data

@@ -117,6 +117,7 @@ class WithGradient:
         (described(np.zeros((3, 8, 2), np.uint8)[:, :, 0]), "expected each row contiguous"),
         (described(np.zeros((3, 8), np.uint8), mask=object()), "without a mask"),
         (WithGradient(), r"requires grad.*detach\(\)"),
+        (described(np.zeros((3, 8), np.uint8), typestr="no dtype"), "can tell where it lies, got: TypeError"),
         ([described(np.zeros(8, np.uint8))] * 2, "expected 3 buffers, one per block, got 2"),
         ([described(np.zeros(size, np.uint8)) for size in (8, 7, 8)], r"here\[1\]: expected 8 contiguous bytes, got 7"),
         ([described(np.zeros(16, np.uint8)[::2])] * 3, r"here\[0\]: expected 8 contiguous bytes"),
