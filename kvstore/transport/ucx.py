@@ -46,7 +46,7 @@ _DEFAULTS: Final = {
     "UCX_LOG_LEVEL": "fatal",  # what fails is reported by who asked for it
     "NIXL_LOG_LEVEL": "FATAL",
 }
-# What NIXL calls it.
+# What NIXL calls them.
 _SEGMENTS: Final = {Memory.HOST: "DRAM_SEG", Memory.CUDA: "VRAM_SEG"}
 _making = threading.Lock()  # the environment belongs to one agent at a time
 
@@ -151,8 +151,8 @@ class Agent:
                 if memory is Memory.CUDA:
                     raise Unsupported(
                         f"ucx: expected NIXL to register {size_bytes} bytes of a CUDA device, got: {error}; either its "
-                        "UCX finds no CUDA here (`ucx_info -d` names cuda_copy where it does), or the device allows no "
-                        "more; copy to host memory instead"
+                        "UCX finds no CUDA here, or the device allows no more (with NIXL_LOG_LEVEL=ERROR it says which); "
+                        "copy to host memory instead"
                     ) from None
                 raise StoreFull(_limits(size_bytes, len(done) * REGISTER_BYTES, self.device, error)) from None
 

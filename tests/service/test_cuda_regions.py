@@ -53,8 +53,7 @@ def nixl_with_cuda(cuda: StandInRuntime, monkeypatch: pytest.MonkeyPatch) -> Sta
     """Here, and in daemons that are started from now on. Their bytes go to and from where NIXL alone may touch them."""
     nixl = ucx._nixl()
     monkeypatch.setattr(nixl, "VRAM_SEG", nixl.DRAM_SEG)
-    stands = Path(__file__).with_name("vram_as_dram")
-    monkeypatch.setenv("PYTHONPATH", f"{stands}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).with_name("vram_as_dram")), prepend=os.pathsep)
     cuda.is_hidden = False  # from NIXL, which reads and writes in a thread of this process
     move = memory._move
 
