@@ -151,8 +151,8 @@ class Agent:
                 if memory is Memory.CUDA:
                     raise Unsupported(
                         f"ucx: expected NIXL to register {size_bytes} bytes of a CUDA device, got: {error}; either its "
-                        "UCX finds no CUDA here, or the device allows no more (with NIXL_LOG_LEVEL=ERROR it says which); "
-                        "copy to host memory instead"
+                        "UCX finds no CUDA here, or the device allows no more (it says which with "
+                        "NIXL_LOG_LEVEL=ERROR); copy to host memory instead"
                     ) from None
                 raise StoreFull(_limits(size_bytes, len(done) * REGISTER_BYTES, self.device, error)) from None
 
