@@ -20,11 +20,11 @@ import numpy as np
 
 from kvstore.errors import InvalidRequest
 from kvstore.hashing import pack, unpack
+from kvstore.transport.cuda import CudaDevice, Device, DeviceFailed
 from kvstore.transport.memory import address_of, hash_pieces
 from kvstore.types import ByteArray, IntArray
 from kvstore_server.commands.measure import aligned_memory, bench_chain, bench_spec, parents_of, random_bytes, timed
 from kvstore_server.config import Settings
-from kvstore_server.tiers.devices import CudaDevice, Device, DeviceFailed
 from kvstore_server.tiers.gpu import GpuTier
 from kvstore_server.tiers.pinning import PageLock
 from kvstore_server.tiers.slab import slab_of

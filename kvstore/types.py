@@ -34,6 +34,13 @@ class Outcome(IntEnum):
     FAILED = 6  # parts are missing and will not come: gone
 
 
+class Memory(IntEnum):
+    """What memory of a client is; the numbers are the wire's (`kvstore.v1.Memory`)."""
+
+    HOST = 0
+    CUDA = 1  # of a CUDA device: this process must not touch what lies there
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where `n` blocks lie in shared slabs; three arrays `[n]`, in the order of the request."""

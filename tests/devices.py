@@ -1,4 +1,4 @@
-"""Devices for tests of the gpu tier: host memory that stands for a device's, a stand-in for CUDA, and CUDA itself."""
+"""Devices for tests: host memory that stands for a device's, a stand-in for CUDA, and CUDA itself."""
 
 import ctypes
 import itertools
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvstore.errors import InvalidRequest
+from kvstore.transport.cuda import CudaDevice, Device, DeviceFull, DeviceMemory
 from kvstore.transport.memory import address_of
-from kvstore.types import ByteArray, IntArray
-from kvstore_server.tiers.devices import CudaDevice, Device, DeviceFull, DeviceMemory
+from kvstore.types import AnyArray, ByteArray, IntArray
 
 
 class HostDevice:
@@ -82,9 +82,42 @@ class CudaError(RuntimeError):
         self.status = status
 
 
+class DeviceArray:
+    """An array in memory of a stand-in, described as torch and CuPy describe theirs. Indexing gives views of it.
+
+    `contents` is what lies there, for the test to look at and to change.
+    """
+
+    def __init__(self, contents: AnyArray, *, displacement: int = 0, device: int = 0, **described: Any) -> None:
+        self.contents = contents
+        self._displacement = displacement  # from where the contents are to the device's addresses
+        self._device = device
+        self._described = described
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.contents.shape,
+            "typestr": self.contents.dtype.str,
+            "data": (address_of(self.contents) + self._displacement, not self.contents.flags.writeable),
+            "strides": None if self.contents.flags.c_contiguous else self.contents.strides,
+            "version": 3,
+        } | self._described
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._device
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def __getitem__(self, key: Any) -> "DeviceArray":
+        return DeviceArray(self.contents[key], displacement=self._displacement, device=self._device)
+
+
 class StandInRuntime:
     """What `CudaDevice` uses of CuPy's runtime, over host memory: copies happen when they are waited for.
 
+    Addresses of the device are those of memory that nobody can touch, but where `is_hidden` is False.
     `before(step)` is called ahead of each call, and may raise.
     """
 
@@ -99,7 +132,8 @@ class StandInRuntime:
         self.events: dict[int, tuple[int, int]] = {}  # stream, and how many copies of it the event comes after
         self.num_done: dict[int, int] = {}
         self.used: list[int] = []  # the device of each call
-        self.memories: dict[int, mmap.mmap] = {}
+        self.memories: dict[int, tuple[ByteArray, mmap.mmap | None]] = {}  # by address: contents, and what hides them
+        self.is_hidden = True
         self._current = threading.local()
         self._handles = itertools.count(1)
         self._lock = threading.RLock()
@@ -111,6 +145,9 @@ class StandInRuntime:
     def getDeviceProperties(self, number: int) -> dict[str, bytes]:
         return {"name": self.names[number].encode()}
 
+    def getDevice(self) -> int:
+        return getattr(self._current, "number", -1)
+
     def setDevice(self, number: int) -> None:
         self._current.number = number
 
@@ -120,10 +157,7 @@ class StandInRuntime:
 
     def malloc(self, size: int) -> int:
         self._step("malloc")
-        memory = mmap.mmap(-1, size)
-        address = address_of(np.frombuffer(memory, np.uint8))
-        self.memories[address] = memory
-        return address
+        return self._take(size)[0]
 
     def free(self, ptr: int) -> None:
         self._step("free")
@@ -166,17 +200,44 @@ class StandInRuntime:
     def eventDestroy(self, event: int) -> None:
         del self.events[event]
 
+    def array(self, contents: AnyArray, *, device: int = 0) -> DeviceArray:
+        """In memory of the device, with a copy of the contents."""
+        address, memory = self._take(contents.nbytes)
+        copy = memory.view(contents.dtype).reshape(contents.shape)
+        copy[:] = contents
+        return DeviceArray(copy, displacement=address - address_of(memory), device=device)
+
+    def _take(self, size: int) -> tuple[int, ByteArray]:
+        contents = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        hides = mmap.mmap(-1, size, prot=0) if self.is_hidden else None
+        address = address_of(contents if hides is None else np.frombuffer(hides, np.uint8))
+        self.memories[address] = (contents, hides)
+        return address, contents
+
+    def holds(self, address: int) -> bool:
+        return any(begin <= address < begin + len(memory) for begin, (memory, _) in self.memories.items())
+
+    def _behind(self, address: int) -> int:
+        """Where the contents of this address of the device are."""
+        for begin, (memory, _) in self.memories.items():
+            if begin <= address < begin + len(memory):
+                return address_of(memory) + address - begin
+        raise AssertionError("a copy that is not to or from memory of the device")
+
     def _step(self, step: str) -> None:
-        self.used.append(self._current.number)  # AttributeError: this thread did not say which device
+        assert self.getDevice() >= 0, "this thread did not say which device"
+        self.used.append(self.getDevice())
         self.before(step)
 
     def _run(self, stream: int, up_to: int) -> None:
         with self._lock:
             while self.num_done[stream] < up_to:
                 dst, src, size, kind = self.queues[stream].pop(0)
-                is_in = any(address <= dst < address + len(memory) for address, memory in self.memories.items())
-                assert kind == (self.memcpyHostToDevice if is_in else self.memcpyDeviceToHost)
-                ctypes.memmove(dst, src, size)
+                if kind == self.memcpyHostToDevice:
+                    ctypes.memmove(self._behind(dst), src, size)
+                else:
+                    assert not self.holds(dst)
+                    ctypes.memmove(dst, self._behind(src), size)
                 self.num_done[stream] += 1
 
 

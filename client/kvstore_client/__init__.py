@@ -29,7 +29,7 @@ from kvstore_client.load import Load, LoadResult
 from kvstore_client.locate import Match
 from kvstore_client.opening import Client, connect
 from kvstore_client.options import ClientOptions, ClientStatistics
-from kvstore_client.regions import Region
+from kvstore_client.region import CudaRegion, Region
 from kvstore_client.write import Write
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "ClusterClient",
     "ClusterLoad",
     "ClusterWrite",
+    "CudaRegion",
     "InvalidRequest",
     "KVClient",
     "KVSpec",

@@ -1,11 +1,11 @@
 """Callers' buffers as rows of bytes, one row per block: checked once, then addressed without copies.
 
-NumPy arrays, anything with the buffer protocol, torch tensors in host memory and DLPack are taken. torch is
-never imported here: a tensor can only come from a caller who did.
+NumPy arrays, anything with the buffer protocol, torch tensors in host memory and DLPack are taken; and arrays in
+device memory, if they lie in a CUDA region. torch is never imported here: a tensor can only come from a caller who did.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -14,10 +14,13 @@ import numpy as np
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
 from kvstore.transport.memory import address_of
-from kvstore.types import AnyArray, ByteArray, IntArray
+from kvstore.types import AnyArray, ByteArray, IntArray, Memory
+from kvstore_client.cuda_arrays import CudaRows, as_cuda_rows
 
 # What a caller may hand in for one part: a 2-D-or-more array whose row i is block i, or one buffer per block.
 RowsLike: TypeAlias = Any
+# Whether rows of so many bytes at these addresses of a device all lie in one open CUDA region.
+InCudaRegion: TypeAlias = Callable[[IntArray, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,13 @@ Destination: TypeAlias = BlockRows | PerPart
 
 
 class Rows:
-    """The rows of a caller's buffer, each `row_bytes` long; keeps the buffer alive.
+    """The rows of a caller's buffer in host memory, each `row_bytes` long; keeps the buffer alive.
 
     `array` is `[num_rows, row_bytes]` where the rows are evenly spaced, else `None`. With `order`, row i is what would
     be row `order[i]`.
     """
+
+    memory = Memory.HOST
 
     __slots__ = ("array", "order", "row_bytes", "rows")
 
@@ -75,14 +80,36 @@ class Rows:
         return np.array([address_of(self.rows[index]) for index in indices.tolist()], np.int64)
 
 
-def as_rows(rows: RowsLike, *, num_rows: int, row_bytes: int, where: str, writable: bool = False) -> Rows:
+def in_none(addresses: IntArray, row_bytes: int) -> bool:
+    """Where there are no CUDA regions."""
+    return False
+
+
+def as_rows(
+    rows: RowsLike,
+    *,
+    num_rows: int,
+    row_bytes: int,
+    where: str,
+    writable: bool = False,
+    in_cuda_region: InCudaRegion = in_none,
+) -> Rows | CudaRows:
     """The caller's buffer as `num_rows` rows of `row_bytes` bytes.
 
-    Raises: InvalidRequest, if number, size, kind, contiguity or writability do not fit; it says `where`.
+    Raises: InvalidRequest, if number, size, kind, contiguity or writability do not fit, or they are in device memory
+    and not in a CUDA region; it says `where`.
     """
+    if isinstance(rows, list | tuple) and len(rows) != num_rows:
+        raise InvalidRequest(f"{where}: expected {num_rows} buffers, one per block, got {len(rows)}; match them")
+    on_device = as_cuda_rows(rows, num_rows=num_rows, row_bytes=row_bytes, where=where, writable=writable)
+    if on_device is not None:
+        if num_rows and not in_cuda_region(on_device.addresses(np.arange(num_rows)), row_bytes):
+            raise InvalidRequest(
+                f"{where}: expected memory of the host or of one open CUDA region, got device memory in none of them; "
+                "copy it to the host first, or make a cuda_region of it"
+            )
+        return on_device
     if isinstance(rows, list | tuple):
-        if len(rows) != num_rows:
-            raise InvalidRequest(f"{where}: expected {num_rows} buffers, one per block, got {len(rows)}; match them")
         return Rows([_row(row, row_bytes, f"{where}[{index}]", writable) for index, row in enumerate(rows)], row_bytes)
     array = _as_array(rows, where)
     if array.ndim < 2:
@@ -109,14 +136,26 @@ def as_rows(rows: RowsLike, *, num_rows: int, row_bytes: int, where: str, writab
     return Rows(_bytes_of(array, where).reshape(num_rows, row_bytes), row_bytes)
 
 
-def as_destination(into: Destination, *, spec: KVSpec, parts: Sequence[int], num_blocks: int) -> dict[int, Rows]:
+def as_destination(
+    into: Destination,
+    *,
+    spec: KVSpec,
+    parts: Sequence[int],
+    num_blocks: int,
+    in_cuda_region: InCudaRegion = in_none,
+) -> dict[int, Rows | CudaRows]:
     """Where each part of each block goes: rows for every part of `parts`, all of them writable.
 
     Raises: InvalidRequest, as `as_rows` does, or if a part has no rows.
     """
     if isinstance(into, BlockRows):
         whole = as_rows(
-            into.rows, num_rows=num_blocks, row_bytes=spec.block_bytes, where="into (blocks)", writable=True
+            into.rows,
+            num_rows=num_blocks,
+            row_bytes=spec.block_bytes,
+            where="into (blocks)",
+            writable=True,
+            in_cuda_region=in_cuda_region,
         )
         return {part: whole.columns(*spec.part_range(part)) for part in parts}
     if isinstance(into, Mapping):
@@ -136,6 +175,7 @@ def as_destination(into: Destination, *, spec: KVSpec, parts: Sequence[int], num
             row_bytes=spec.part_bytes[part],
             where=f"into[{part}]",
             writable=True,
+            in_cuda_region=in_cuda_region,
         )
         for part in parts
     }

@@ -18,7 +18,7 @@ from kvstore_client.link import Link, Shared, match_request, release_request, st
 from kvstore_client.load import Load
 from kvstore_client.locate import Match, worth_loading
 from kvstore_client.options import ClientOptions, ClientStatistics
-from kvstore_client.regions import Region
+from kvstore_client.region import CudaRegion, Region
 from kvstore_client.write import Write
 
 DEFAULT_OPTIONS = ClientOptions()
@@ -142,8 +142,12 @@ class KVClient:
         in place. Of a `Match`, the blocks that it found are loaded; with `follow`, also those that
         are being written, part by part as they arrive. `parts` None: all. `segments`: as in `match`.
 
-        Raises: InvalidRequest; Unsupported, if neither the daemon's shared memory nor ucx can be had from here;
-        StoreTimeout; StoreUnavailable. Blocks that cannot be served are `Load.errors`, not exceptions.
+        Rows may be in device memory, those of one part all in one `cuda_region`. What reads or writes there must have
+        ended before (synchronise its stream), as the store knows of no stream.
+
+        Raises: InvalidRequest; Unsupported, if neither the daemon's shared memory nor ucx can be had from here, or rows
+        are in device memory and the session is not over ucx; StoreTimeout; StoreUnavailable. Blocks that cannot be
+        served are `Load.errors`, not exceptions.
         """
         if (into is None) == (not view):
             raise InvalidRequest("load: expected either into=... or view=True, got neither or both; choose one")
@@ -152,7 +156,8 @@ class KVClient:
         chosen = parts_of(parts, self.spec)
         rows = None
         if into is not None:
-            rows = as_destination(into, spec=self.spec, parts=chosen, num_blocks=len(hashes))
+            in_region = self._shared.regions.in_cuda_region
+            rows = as_destination(into, spec=self.spec, parts=chosen, num_blocks=len(hashes), in_cuda_region=in_region)
         deadline = self._deadline(timeout_s)
         return self._link.load(
             self._link.channel.session(deadline),
@@ -198,6 +203,23 @@ class KVClient:
         StoreTimeout.
         """
         return self._shared.regions.create(size_bytes, deadline=self._deadline(timeout_s))
+
+    def cuda_region(self, array: Any, *, timeout_s: float | None = None) -> CudaRegion:
+        """Memory of a CUDA device, that of `array`, from which `Write.put` sends and to which `load` goes, over ucx.
+
+        `array` is one of torch, CuPy or others that have `__cuda_array_interface__` and `__dlpack_device__`, of any
+        shape and dtype, without gaps; for example an engine's KV cache. Rows that are put or loaded may be any views
+        of it, whose rows are contiguous. It is kept alive here until the region is closed and the daemon has dropped
+        it; use it as before, but leave blocks alone that are being put or loaded.
+
+        What is loaded there is copied to the host in pieces and compared with its checksums, as if it had been loaded
+        into host memory. Needs `kvstore[gpu]` and a NIXL whose UCX has CUDA.
+
+        Raises: InvalidRequest, if the array is not in device memory, or has gaps; Unsupported, if the client's session
+        is not over ucx, or CuPy, the device, or NIXL's CUDA cannot be used (copy to host memory then); StoreFull;
+        StoreTimeout.
+        """
+        return self._shared.regions.create_cuda(array, deadline=self._deadline(timeout_s))
 
     def verify(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> dict[int, KVStoreError]:
         """The store has compared these blocks with their checksums and dropped those that differ.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from kvstore.errors import BlockCorrupt, InvalidRequest, KVStoreError, MembersChanged
 from kvstore.spec import KVSpec
@@ -32,7 +32,7 @@ from kvstore_client.locate import Match, worth_loading
 from kvstore_client.options import ClientOptions, ClientStatistics
 from kvstore_client.owners import ask_all, ask_readers, check_any, holders, reserve
 from kvstore_client.placing import NOBODY, runs_of
-from kvstore_client.regions import Region
+from kvstore_client.region import CudaRegion, Region
 
 MOST_SIDES: Final = 64  # calls to members that wait side by side, over all calls of a client
 
@@ -171,7 +171,8 @@ class ClusterClient:
         chosen = parts_of(parts, self.spec)
         rows = None
         if into is not None:
-            rows = as_destination(into, spec=self.spec, parts=chosen, num_blocks=len(hashes))
+            in_region = self._shared.regions.in_cuda_region
+            rows = as_destination(into, spec=self.spec, parts=chosen, num_blocks=len(hashes), in_cuda_region=in_region)
         deadline = self._deadline(timeout_s)
         name = self._shared.new_lease() if lease is None else lease
         ring = self._links.ring(deadline)
@@ -228,6 +229,7 @@ class ClusterClient:
             self.spec,
             num_blocks=len(hashes),
             parts=chosen,
+            in_cuda_region=self._shared.regions.in_cuda_region,
             pool=self._sides,
             timeout_s=self.options.timeout_s,
         )
@@ -238,6 +240,13 @@ class ClusterClient:
         Raises: as `KVClient.region`, if no member took it.
         """
         return self._shared.regions.create(size_bytes, deadline=self._deadline(timeout_s))
+
+    def cuda_region(self, array: Any, *, timeout_s: float | None = None) -> CudaRegion:
+        """As `KVClient.cuda_region`: every member that is reached over ucx can read and write it, and each that comes.
+
+        Raises: as `KVClient.cuda_region`, if no member took it.
+        """
+        return self._shared.regions.create_cuda(array, deadline=self._deadline(timeout_s))
 
     def verify(self, hashes: Sequence[BlockHash], *, timeout_s: float | None = None) -> dict[int, KVStoreError]:
         """As `KVClient.verify`, asked of every member.

@@ -9,7 +9,8 @@ from functools import partial
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.spec import KVSpec
 from kvstore.types import IntArray, Outcome
-from kvstore_client.buffers import Rows, RowsLike, as_rows
+from kvstore_client.buffers import InCudaRegion, Rows, RowsLike, as_rows
+from kvstore_client.cuda_arrays import CudaRows
 from kvstore_client.fanout import each
 from kvstore_client.write import Write
 
@@ -37,6 +38,7 @@ class ClusterWrite:
         *,
         num_blocks: int,
         parts: Sequence[int],
+        in_cuda_region: InCudaRegion,
         pool: Executor,
         timeout_s: float,  # of calls that bring none
     ) -> None:
@@ -44,6 +46,7 @@ class ClusterWrite:
         self.outcomes = [Outcome.FULL] * num_blocks
         self._pieces = list(pieces)  # that go on
         self._spec = spec
+        self._in_cuda_region = in_cuda_region
         self._pool = pool
         self._timeout_s = timeout_s
         self._over = ""  # how it ended
@@ -73,12 +76,12 @@ class ClusterWrite:
         if part not in self.parts:
             raise InvalidRequest(f"put: expected one of this write's parts {self.parts[:8]}, got {part}; correct it")
         size_bytes = self._spec.part_bytes[part]
-        source = as_rows(rows, num_rows=len(self.outcomes), row_bytes=size_bytes, where=f"put(part {part})")
+        source = self._rows(rows, size_bytes, f"put(part {part})")
         self._send(source, (part,), [0], timeout_s)
 
     def put_blocks(self, rows: RowsLike, *, timeout_s: float | None = None) -> None:
         """As `Write.put_blocks`. Raises what a daemon did only if no other is left."""
-        source = as_rows(rows, num_rows=len(self.outcomes), row_bytes=self._spec.block_bytes, where="put_blocks")
+        source = self._rows(rows, self._spec.block_bytes, "put_blocks")
         begins = [self._spec.part_range(part)[0] for part in self.parts]
         self._send(source, self.parts, begins, timeout_s)
 
@@ -102,7 +105,11 @@ class ClusterWrite:
 
     # Inside.
 
-    def _send(self, source: Rows, parts: Sequence[int], begins: list[int], timeout_s: float | None) -> None:
+    def _rows(self, rows: RowsLike, row_bytes: int, where: str) -> Rows | CudaRows:
+        in_region = self._in_cuda_region
+        return as_rows(rows, num_rows=len(self.outcomes), row_bytes=row_bytes, where=where, in_cuda_region=in_region)
+
+    def _send(self, source: Rows | CudaRows, parts: Sequence[int], begins: list[int], timeout_s: float | None) -> None:
         deadline = self._deadline(timeout_s)
         self._on_all(
             lambda piece: piece.write.send(source.pick(piece.blocks), parts, begins, timeout_s=_left(deadline))

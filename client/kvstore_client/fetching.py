@@ -1,6 +1,7 @@
 """Blocks of a load that lie on another host: the daemon is asked to write pieces of them into this client's memory.
 
-A piece goes straight to where the caller wants it, if that lies in a region, and else through staging. The daemon
+A piece goes straight to where the caller wants it, if that lies in a region, and else through staging, which device
+memory never does. The daemon
 answers when it writes no more for that piece; until then the memory is used for nothing else, whoever stopped waiting.
 """
 
@@ -14,13 +15,15 @@ import numpy as np
 
 from kvstore.errors import BlockCorrupt, BlockMissing, KVStoreError, StoreBug, StoreUnavailable
 from kvstore.spec import KVSpec
-from kvstore.transport.memory import address_of, copy_and_hash_pieces, copy_pieces, hash_pieces
-from kvstore.types import AnyArray, ByteArray, IntArray
+from kvstore.transport.memory import address_of, copy_and_hash_pieces, copy_pieces
+from kvstore.types import AnyArray, ByteArray, IntArray, Memory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status, pack_u32, pack_u64
 from kvstore_client.buffers import Rows
+from kvstore_client.cuda_arrays import CudaRows
 from kvstore_client.filling import LoadPlan
-from kvstore_client.regions import Region, Regions, check_usable, offsets_in
+from kvstore_client.region import AnyRegion, check_usable, closed_meanwhile, offsets_in
+from kvstore_client.regions import Regions
 from kvstore_client.session import Answer, Session
 from kvstore_client.staging import Staging, Stagings
 
@@ -82,34 +85,37 @@ class RemoteSource:
             staging.wake()
 
     def copy(
-        self, part: int, blocks: IntArray, into: Rows | None, *, checksums: bool, stopped: Callable[[], bool]
+        self, part: int, blocks: IntArray, into: Rows | CudaRows | None, *, checksums: bool, stopped: Callable[[], bool]
     ) -> dict[int, KVStoreError]:
         """As `Readable.copy`. Checksums are compared wherever the daemon keeps them: bytes crossed a network."""
         size_bytes = self._sizes[part]
         if into is None:
-            memory = np.empty((len(blocks), size_bytes), np.uint8)
-            errors = self._copy(part, blocks, address_of(memory) + size_bytes * np.arange(len(blocks)), stopped)
-            memory.flags.writeable = False
-            self._views[part].update(zip(blocks.tolist(), memory, strict=True))
+            own = np.empty((len(blocks), size_bytes), np.uint8)
+            targets = address_of(own) + size_bytes * np.arange(len(blocks))
+            errors = self._copy(part, blocks, targets, Memory.HOST, stopped)
+            own.flags.writeable = False
+            self._views[part].update(zip(blocks.tolist(), own, strict=True))
             return errors
-        return self._copy(part, blocks, into.addresses(blocks), stopped)
+        return self._copy(part, blocks, into.addresses(blocks), into.memory, stopped)
 
     def _copy(
-        self, part: int, blocks: IntArray, targets: IntArray, stopped: Callable[[], bool]
+        self, part: int, blocks: IntArray, targets: IntArray, memory: Memory, stopped: Callable[[], bool]
     ) -> dict[int, KVStoreError]:
-        region = self._regions.containing(targets, self._sizes[part])
-        if region is None:
-            found, errors = self._fetch_staged(part, blocks, targets, stopped)
-        else:
+        region = self._regions.containing(targets, self._sizes[part], memory=memory)
+        if region is not None:
             check_usable(region, self._session)
             found, errors = self._fetch_into(region, part, blocks, targets, stopped)
+        elif memory is Memory.CUDA:  # nothing may touch it here
+            raise closed_meanwhile()
+        else:
+            found, errors = self._fetch_staged(part, blocks, targets, stopped)
         for place in np.flatnonzero(~found).tolist():
             wrong = f"block {self._name(int(blocks[place]))}: part {part} does not match its checksum; recompute it"
             errors.setdefault(place, BlockCorrupt(wrong))
         return {int(blocks[place]): error for place, error in errors.items()}
 
     def _fetch_into(
-        self, region: Region, part: int, blocks: IntArray, targets: IntArray, stopped: Callable[[], bool]
+        self, region: AnyRegion, part: int, blocks: IntArray, targets: IntArray, stopped: Callable[[], bool]
     ) -> _Fetched:
         """The daemon writes where the caller wants it, and writes no more once this returned."""
         fetch = _Fetch(self._answered, lambda: None)
@@ -121,7 +127,7 @@ class RemoteSource:
         errors, expected = _decode(fetch.taken(), len(blocks))
         if expected is None:
             return np.ones(len(blocks), bool), errors
-        return hash_pieces(targets, np.full(len(blocks), self._sizes[part])) == expected, errors
+        return region.checksums(targets, self._sizes[part]) == expected, errors
 
     def _fetch_staged(self, part: int, blocks: IntArray, targets: IntArray, stopped: Callable[[], bool]) -> _Fetched:
         """The daemon writes to staging, and from there it is copied."""

@@ -8,7 +8,7 @@ import heapq
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ from kvstore.types import AnyArray, BlockHash, ByteArray, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status, unpack_u32
 from kvstore_client.buffers import Rows
+from kvstore_client.cuda_arrays import CudaRows
 from kvstore_client.options import Counters
 from kvstore_client.progress import Progress
 from kvstore_client.session import Answer
@@ -43,7 +44,7 @@ class Readable(Protocol):
         ...
 
     def copy(
-        self, part: int, blocks: IntArray, into: Rows | None, *, checksums: bool, stopped: Callable[[], bool]
+        self, part: int, blocks: IntArray, into: Rows | CudaRows | None, *, checksums: bool, stopped: Callable[[], bool]
     ) -> dict[int, KVStoreError]:
         """The part of these blocks is in `into` (row i: block i) and checked, but for the blocks returned.
 
@@ -65,7 +66,7 @@ class LoadPlan:
     hashes: Sequence[BlockHash]
     parts: Sequence[int]  # ascending
     part_bytes: Sequence[int]  # of all parts of the spec
-    into: dict[int, Rows] | None  # by part; None: the blocks are viewed in place
+    into: Mapping[int, Rows | CudaRows] | None  # by part; None: the blocks are viewed in place
     lease: str
     owns_lease: bool  # made for this load
     checksums: bool

@@ -4,7 +4,7 @@ What a client has once, however many daemons it is connected to, is in `Shared`.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -16,6 +16,7 @@ from kvstore.wire import PROTOCOL_VERSION, pack_u32, spec_to_proto
 from kvstore_client.breaker import Breaker
 from kvstore_client.buffers import Rows
 from kvstore_client.channel import Channel
+from kvstore_client.cuda_arrays import CudaRows
 from kvstore_client.fetching import FETCHES_AT_ONCE, RemoteSource
 from kvstore_client.filling import LoadPlan
 from kvstore_client.load import Load
@@ -102,7 +103,7 @@ class Link:
         session: Session,
         hashes: Sequence[BlockHash],
         *,
-        into: dict[int, Rows] | None,
+        into: Mapping[int, Rows | CudaRows] | None,
         parts: Sequence[int],
         follow: bool,
         lease: str,
@@ -110,6 +111,9 @@ class Link:
         deadline: float,
     ) -> Load:
         """As `KVClient.load`, of what was checked."""
+        for rows in (into or {}).values():  # before anything is leased
+            if isinstance(rows, CudaRows):
+                self._shared.regions.check_reachable(rows, session)
         plan = LoadPlan(
             hashes=hashes,
             parts=parts,

@@ -14,6 +14,7 @@ from kvstore.spec import KVSpec
 from kvstore.transport.memory import address_of, copy_and_hash_pieces, copy_pieces, hash_pieces
 from kvstore.types import AnyArray, BlockHash, ByteArray, IntArray, Location
 from kvstore_client.buffers import Rows
+from kvstore_client.cuda_arrays import CudaRows
 from kvstore_client.slabs import Slab
 
 PIECE_BYTES: Final = 16 << 20  # of one piece, if it has more than one block: what a cancel waits for
@@ -68,12 +69,13 @@ class Source:
         return still
 
     def copy(
-        self, part: int, blocks: IntArray, into: Rows | None, *, checksums: bool, stopped: Callable[[], bool]
+        self, part: int, blocks: IntArray, into: Rows | CudaRows | None, *, checksums: bool, stopped: Callable[[], bool]
     ) -> dict[int, KVStoreError]:
         """The part of these blocks is in `into` (row i: block i) and checked, but for the blocks returned.
 
         Without `into` they are only checked, in place. Ends early once `stopped` says so.
         """
+        assert not isinstance(into, CudaRows), "no CUDA region is usable over shared memory"
         errors: dict[int, KVStoreError] = {}
         for slab, chosen in self._by_slab(blocks):
             mine = blocks[chosen]

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from kvstore.errors import InvalidRequest, StoreTimeout, StoreUnavailable
 from kvstore.types import ByteArray
-from kvstore_client.regions import Region, Regions
+from kvstore_client.region import Region
+from kvstore_client.regions import Regions
 from kvstore_client.session import Session
 
 ALIGN_BYTES = 64

@@ -16,9 +16,11 @@ from kvstore.types import IntArray, Outcome, WriteId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import error_from_status, pack_u32, pack_u64
 from kvstore_client.buffers import Rows, RowsLike, as_rows
+from kvstore_client.cuda_arrays import CudaRows
 from kvstore_client.cuts import MESSAGE_BYTES, STAGED_BYTES, grids, spans
 from kvstore_client.options import Counters
-from kvstore_client.regions import Region, Regions, check_usable, offsets_in
+from kvstore_client.region import AnyRegion, check_usable, closed_meanwhile, offsets_in
+from kvstore_client.regions import Regions
 from kvstore_client.session import Answer, Session
 from kvstore_client.staging import Stagings
 
@@ -84,16 +86,18 @@ class Write:
 
         `rows` has one row for each block of the write, also for those that are not new, whose rows
         are not read. Rows in a region are not copied here: then this returns when the daemon has
-        copied them.
+        copied them. Rows in device memory must lie in a `KVClient.cuda_region`; what writes there must
+        have ended before (synchronise its stream), as the daemon knows of no stream.
 
         Raises: InvalidRequest, if the rows do not fit, the part is not of this write, or was put before;
-        StoreTimeout; StoreUnavailable; what the daemon answers. After StoreTimeout the daemon may
-        still read rows in a region, until `abort` has returned.
+        Unsupported, if the session cannot reach that device memory (put it from host memory); StoreTimeout;
+        StoreUnavailable; what the daemon answers. After StoreTimeout the daemon may still read rows in a
+        region, until `abort` has returned.
         """
         if part not in self.parts:
             raise InvalidRequest(f"put: expected one of this write's parts {self.parts[:8]}, got {part}; correct it")
         size_bytes = self._spec.part_bytes[part]
-        source = as_rows(rows, num_rows=len(self.outcomes), row_bytes=size_bytes, where=f"put(part {part})")
+        source = self._rows(rows, size_bytes, f"put(part {part})")
         self.send(source, (part,), [0], timeout_s=timeout_s)
 
     def put_blocks(self, rows: RowsLike, *, timeout_s: float | None = None) -> None:
@@ -101,13 +105,17 @@ class Write:
 
         Raises: as `put` does.
         """
-        source = as_rows(rows, num_rows=len(self.outcomes), row_bytes=self._spec.block_bytes, where="put_blocks")
+        source = self._rows(rows, self._spec.block_bytes, "put_blocks")
         begins = [self._spec.part_range(part)[0] for part in self.parts]
         self.send(source, self.parts, begins, timeout_s=timeout_s)
 
-    def send(self, source: Rows, parts: Sequence[int], begins: list[int], *, timeout_s: float | None) -> None:
+    def send(
+        self, source: Rows | CudaRows, parts: Sequence[int], begins: list[int], *, timeout_s: float | None
+    ) -> None:
         """As `put`, for parts of this write which begin at `begins` within each row."""
         self._check_open()
+        if isinstance(source, CudaRows):  # before it counts as put: from host memory it still can be
+            self._regions.check_reachable(source, self._session)
         self._claim(parts)
         self._move(source, parts, begins, timeout_s)
 
@@ -147,7 +155,11 @@ class Write:
 
     # Sending.
 
-    def _move(self, source: Rows, parts: Sequence[int], begins: list[int], timeout_s: float | None) -> None:
+    def _rows(self, rows: RowsLike, row_bytes: int, where: str) -> Rows | CudaRows:
+        in_region = self._regions.in_cuda_region
+        return as_rows(rows, num_rows=len(self.outcomes), row_bytes=row_bytes, where=where, in_cuda_region=in_region)
+
+    def _move(self, source: Rows | CudaRows, parts: Sequence[int], begins: list[int], timeout_s: float | None) -> None:
         """The new blocks' parts, which begin at `begins` within each row, are sent."""
         if not self.num_new:
             return
@@ -155,10 +167,12 @@ class Write:
         try:
             self._check_going()
             addresses = source.addresses(self._new)
-            region = self._regions.containing(addresses, source.row_bytes)
+            region = self._regions.containing(addresses, source.row_bytes, memory=source.memory)
             if region is not None:
                 self._send_region(region, addresses, parts, begins, deadline)
                 self._wait_acknowledged(deadline)
+            elif isinstance(source, CudaRows):  # nothing may touch them here
+                raise closed_meanwhile()
             else:
                 self._send_staged(source, parts, begins, deadline)
         except KVStoreError:
@@ -166,7 +180,7 @@ class Write:
             raise
 
     def _send_region(
-        self, region: Region, addresses: IntArray, parts: Sequence[int], begins: list[int], deadline: float
+        self, region: AnyRegion, addresses: IntArray, parts: Sequence[int], begins: list[int], deadline: float
     ) -> None:
         check_usable(region, self._session)
         rows = offsets_in(region, addresses)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.errors import InvalidRequest, KVStoreError, StoreFull, StoreUnavailable, Unsupported
-from kvstore.types import AnyArray, IntArray
+from kvstore.types import AnyArray, IntArray, Memory
 
 INSTALL: Final = "pip install --no-deps nixl-cu12==1.5.1"  # it asks for torch, which it does not need
 MAX_METADATA_BYTES: Final = 64 << 10
@@ -36,8 +36,8 @@ _SIOCGIFADDR: Final = 0x8915
 
 # Set while the library is loaded and an agent made; it reads them then.
 _ENVIRONMENT: Final = {
-    # No memory shared between processes: a client could name another client's. Nor this process's own.
-    "UCX_TLS": "^sm,self",
+    # No memory shared between processes, of host or device: a client could name another client's. Nor this process's.
+    "UCX_TLS": "^sm,self,cuda_ipc",
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
 }
@@ -46,6 +46,8 @@ _DEFAULTS: Final = {
     "UCX_LOG_LEVEL": "fatal",  # what fails is reported by who asked for it
     "NIXL_LOG_LEVEL": "FATAL",
 }
+# What NIXL calls them.
+_SEGMENTS: Final = {Memory.HOST: "DRAM_SEG", Memory.CUDA: "VRAM_SEG"}
 _making = threading.Lock()  # the environment belongs to one agent at a time
 
 
@@ -102,7 +104,7 @@ class Agent:
         self.device = device
         self._nixl = nixl = _nixl()
         self._lock = threading.RLock()  # of registrations, and of the end; finalizers may take it anywhere
-        self._registered: dict[int, list[Any]] = {}  # by the address where it begins
+        self._registered: dict[tuple[int, int], list[Any]] = {}  # by the address where it begins, and its device id
         config = nixl.nixlAgentConfig()
         config.useProgThread = not num_pollers
         config.useListenThread = False
@@ -126,42 +128,51 @@ class Agent:
 
     # Memory of this side.
 
-    def register(self, address: int, size_bytes: int, *, device_id: int = 0) -> None:
+    def register(self, address: int, size_bytes: int, *, device_id: int = 0, memory: Memory = Memory.HOST) -> None:
         """Transfers may use this memory, until `deregister`. Memory that is registered already stays so.
 
-        Raises: StoreFull, with the limits that may be in the way.
+        The device id tells apart what is registered at one address, now or one after the other; it need not be the
+        number of a device. Raises: StoreFull, with the limits that may be in the way; Unsupported, if memory of a
+        device cannot be registered.
         """
         with self._lock:
-            if address in self._registered:
+            if (address, device_id) in self._registered:
                 return
-            done = self._registered[address] = []
+            done = self._registered[address, device_id] = []
             try:
                 for begin, size in _registrations(address, size_bytes):
-                    descriptors = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(begin, size, device_id, "")])
+                    descriptors = self._nixl.nixlRegDList(self._segment(memory), [(begin, size, device_id, "")])
                     self._alive().registerMem(descriptors, [self._backend])
                     done.append(descriptors)
             except Exception as error:
-                self._deregister(address)
+                self._deregister(address, device_id)
                 if isinstance(error, KVStoreError):
                     raise
+                if memory is Memory.CUDA:
+                    raise Unsupported(
+                        f"ucx: expected NIXL to register {size_bytes} bytes of a CUDA device, got: {error}; either its "
+                        "UCX finds no CUDA here, or the device allows no more (it says which with "
+                        "NIXL_LOG_LEVEL=ERROR); copy to host memory instead"
+                    ) from None
                 raise StoreFull(_limits(size_bytes, len(done) * REGISTER_BYTES, self.device, error)) from None
 
-    def deregister(self, address: int) -> None:
+    def deregister(self, address: int, *, device_id: int = 0) -> None:
         """The memory that begins there may be used for other things. Unknown, or closed: nothing to do."""
         with self._lock:
-            self._deregister(address)
+            self._deregister(address, device_id)
 
-    def _deregister(self, address: int) -> None:
-        for descriptors in self._registered.pop(address, []):
+    def _deregister(self, address: int, device_id: int) -> None:
+        for descriptors in self._registered.pop((address, device_id), []):
             if self._agent is not None:
                 self._agent.deregisterMem(descriptors, [self._backend])
 
-    def metadata(self, address: int) -> bytes:
+    def metadata(self, address: int, *, device_id: int = 0) -> bytes:
         """What a peer must know to reach this agent, and the memory registered at this address."""
         with self._lock:
             agent = self._alive()
-            descriptors = self._nixl.nixlRegDList(self._nixl.DRAM_SEG)
-            for piece in self._registered[address]:
+            pieces = self._registered[address, device_id]
+            descriptors = self._nixl.nixlRegDList(pieces[0].getType())
+            for piece in pieces:
                 for index in range(piece.descCount()):
                     descriptors.addDesc(piece[index])
             described: bytes = agent.getLocalPartialMD(descriptors, True, [self._backend])
@@ -169,7 +180,16 @@ class Agent:
 
     # Peers, and transfers with them.
 
-    def add_peer(self, name: str, metadata: bytes, *, address: int, size_bytes: int, device_id: int) -> None:
+    def add_peer(
+        self,
+        name: str,
+        metadata: bytes,
+        *,
+        address: int,
+        size_bytes: int,
+        device_id: int,
+        memory: Memory = Memory.HOST,
+    ) -> None:
         """Transfers with the peer of that name may use this memory of its.
 
         Raises: InvalidRequest, if the metadata is none, bears another name, or does not describe that memory;
@@ -190,13 +210,13 @@ class Agent:
                 f"ucx on {self.device}: no way to the other end ({error}); name another ucx_device on either side"
             ) from None
         begins, sizes = np.array(list(_registrations(address, size_bytes)), np.int64).T
-        wanted = self._descriptors(begins, sizes, device_id)
+        wanted = self._descriptors(begins, sizes, device_id, memory)
         with self._errors("metadata"):
             found = self._alive().checkRemoteMD(name, wanted)
         if found != self._nixl.NIXL_SUCCESS:
             raise InvalidRequest(
-                f"metadata: expected it to describe {size_bytes} bytes at {address:#x} with the device id {device_id}, "
-                "got metadata of other memory; send that of the region"
+                f"metadata: expected it to describe {size_bytes} bytes at {address:#x} ({memory.name}) with the device "
+                f"id {device_id}, got metadata of other memory; send that of the region"
             )
 
     def remove_peer(self, name: str) -> None:
@@ -205,19 +225,28 @@ class Agent:
             self._alive().invalidateRemoteMD(name)
 
     def begin(
-        self, op: Op, peer: str, *, local: IntArray, remote: IntArray, sizes: IntArray, device_id: int
+        self,
+        op: Op,
+        peer: str,
+        *,
+        local: IntArray,
+        remote: IntArray,
+        sizes: IntArray,
+        device_id: int,
+        memory: Memory = Memory.HOST,
     ) -> "Transfer":
-        """`sizes[i]` bytes at `local[i]` are on their way from or to `remote[i]` of the peer.
+        """`sizes[i]` bytes at `local[i]`, in host memory, are on their way from or to `remote[i]` of the peer.
 
-        `device_id` is that of the peer's memory; all of it must be registered, on both sides. Whoever begins a
-        transfer polls it until it is over.
+        `device_id` and `memory` are those of the peer's memory; all of it must be registered, on both sides. Whoever
+        begins a transfer polls it until it is over.
 
         Raises: InvalidRequest, if it is not registered; StoreUnavailable, if the peer is gone.
         """
         agent = self._alive()
         with self._errors(f"peer {peer}"):
-            descriptors = self._descriptors(local, sizes, 0), self._descriptors(remote, sizes, device_id)
-            handle = agent.createXferReq(getattr(self._nixl, op.value), *descriptors, peer, "", [self._backend])
+            here = self._descriptors(local, sizes, 0, Memory.HOST)
+            there = self._descriptors(remote, sizes, device_id, memory)
+            handle = agent.createXferReq(getattr(self._nixl, op.value), here, there, peer, "", [self._backend])
         transfer = Transfer(self, handle)
         try:
             with self._errors(f"peer {peer}"):
@@ -239,10 +268,13 @@ class Agent:
             raise StoreUnavailable(f"ucx: agent {self.name} was closed; the session has ended")
         return agent
 
-    def _descriptors(self, addresses: IntArray, sizes: IntArray, device_id: int) -> Any:
+    def _descriptors(self, addresses: IntArray, sizes: IntArray, device_id: int, memory: Memory) -> Any:
         table: AnyArray = np.empty((len(addresses), 3), np.uint64)
         table[:, 0], table[:, 1], table[:, 2] = addresses, sizes, device_id
-        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table)
+        return self._nixl.nixlXferDList(self._segment(memory), table)
+
+    def _segment(self, memory: Memory) -> Any:
+        return getattr(self._nixl, _SEGMENTS[memory])
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:

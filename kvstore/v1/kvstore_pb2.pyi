@@ -16,6 +16,11 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_FULL: _ClassVar[Outcome]
     OUTCOME_ORPHAN: _ClassVar[Outcome]
     OUTCOME_FAILED: _ClassVar[Outcome]
+
+class Memory(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMORY_HOST: _ClassVar[Memory]
+    MEMORY_CUDA: _ClassVar[Memory]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_NEW: Outcome
 OUTCOME_STORED: Outcome
@@ -23,6 +28,8 @@ OUTCOME_WRITING: Outcome
 OUTCOME_FULL: Outcome
 OUTCOME_ORPHAN: Outcome
 OUTCOME_FAILED: Outcome
+MEMORY_HOST: Memory
+MEMORY_CUDA: Memory
 
 class ClientMessage(_message.Message):
     __slots__ = ("request_id", "timeout_ms", "hello", "match", "prefetch", "load", "store", "store_part", "commit", "abort", "release", "verify", "drop_regions", "slabs_dropped", "ping", "register_region", "fetch")
@@ -321,16 +328,18 @@ class PartStored(_message.Message):
     def __init__(self, num_committed: _Optional[int] = ...) -> None: ...
 
 class RegisterRegion(_message.Message):
-    __slots__ = ("region", "size_bytes", "address", "metadata")
+    __slots__ = ("region", "size_bytes", "address", "metadata", "memory")
     REGION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     region: int
     size_bytes: int
     address: int
     metadata: bytes
-    def __init__(self, region: _Optional[int] = ..., size_bytes: _Optional[int] = ..., address: _Optional[int] = ..., metadata: _Optional[bytes] = ...) -> None: ...
+    memory: Memory
+    def __init__(self, region: _Optional[int] = ..., size_bytes: _Optional[int] = ..., address: _Optional[int] = ..., metadata: _Optional[bytes] = ..., memory: _Optional[_Union[Memory, str]] = ...) -> None: ...
 
 class RegionRegistered(_message.Message):
     __slots__ = ()

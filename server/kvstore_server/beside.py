@@ -8,6 +8,7 @@ from pathlib import Path
 import structlog
 
 from kvstore.errors import StoreUnavailable
+from kvstore.transport.cuda import CudaDevice, DeviceFailed
 from kvstore.types import HashArray, IntArray
 from kvstore_server.config import ALL_OTHERS, Settings
 from kvstore_server.ferry import Ferry
@@ -18,7 +19,6 @@ from kvstore_server.spill import Spill, WritePolicy
 from kvstore_server.store import Store
 from kvstore_server.tiers.codec import Codec, load_blosc2
 from kvstore_server.tiers.cpu import TierStatistics
-from kvstore_server.tiers.devices import CudaDevice, DeviceFailed
 from kvstore_server.tiers.disk import DiskFailed, DiskTier
 from kvstore_server.tiers.disks import Disks
 from kvstore_server.tiers.gpu import GpuTier

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import structlog
 
+from kvstore.transport.cuda import DeviceFailed, DeviceFull
 from kvstore.types import HashArray, IntArray, Namespace
 from kvstore_server.backlog import Backlog, Batch
 from kvstore_server.eviction import BoolArray
@@ -16,7 +17,6 @@ from kvstore_server.rising import Risers
 from kvstore_server.store import Store
 from kvstore_server.threads import in_thread
 from kvstore_server.tiers.cpu import TierStatistics
-from kvstore_server.tiers.devices import DeviceFailed, DeviceFull
 from kvstore_server.tiers.gpu import GpuTier
 from kvstore_server.values import Rise, Space
 

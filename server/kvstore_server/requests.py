@@ -23,7 +23,7 @@ from kvstore.errors import (
 )
 from kvstore.transport.shm import MAX_CALL_COPY_BYTES
 from kvstore.transport.ucx import Op
-from kvstore.types import HASH_BYTES, AnyArray, BlockHash, ByteArray, HashArray, IntArray, SlabId
+from kvstore.types import HASH_BYTES, AnyArray, BlockHash, ByteArray, HashArray, IntArray, Memory, SlabId
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import MAX_LEASE_BYTES, pack_u32, pack_u64, status_of, unpack_hashes, unpack_u32, unpack_u64
 from kvstore_server.connection import Connection, bug_of
@@ -383,7 +383,15 @@ def _region(connection: Connection, request: pb.RegisterRegion) -> RemoteRegion:
             f"region {request.region}: expected an address and a size above 0 and below 2**63, got "
             f"{request.size_bytes} bytes at {request.address:#x}; correct it"
         )
-    region = RemoteRegion(request.region, request.address, request.size_bytes)
+    try:
+        memory = Memory(request.memory)
+    except ValueError:
+        known = ", ".join(f"{one.value} ({one.name})" for one in Memory)
+        raise InvalidRequest(
+            f"region {request.region}: expected one of the memories {known}, got {request.memory}; run client and "
+            "daemon of the same version"
+        ) from None
+    region = RemoteRegion(request.region, request.address, request.size_bytes, memory)
     connection.session.add_region(request.region, region)
     return region
 

@@ -123,6 +123,7 @@ class Transfers:
             address=region.address,
             size_bytes=region.size_bytes,
             device_id=region.number,
+            memory=region.memory,
         )
 
     async def move(self, op: Op, peer: Peer, region: RemoteRegion, pieces: Pieces, slabs: Sequence[ByteArray]) -> None:
@@ -164,7 +165,13 @@ class Transfers:
 
             def begin() -> Transfer:
                 return self._agent.begin(
-                    op, peer.name, local=local, remote=remote, sizes=sizes, device_id=region.number
+                    op,
+                    peer.name,
+                    local=local,
+                    remote=remote,
+                    sizes=sizes,
+                    device_id=region.number,
+                    memory=region.memory,
                 )
 
             self._next += 1

@@ -11,6 +11,7 @@ import secrets
 import struct
 import sys
 import time
+from dataclasses import astuple
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from kvstore.errors import InvalidRequest, KVStoreError, StoreUnavailable, error_of
 from kvstore.transport.memory import address_of
 from kvstore.transport.ucx import Agent, Op
+from kvstore.types import Memory
 from kvstore_server.values import RemoteRegion
 
 START_TIMEOUT_S: Final = 20.0
@@ -65,7 +67,7 @@ class Trial:
             assert process is not None
             assert process.stdin is not None
             assert process.stdout is not None
-            what = {"name": name, "region": [region.number, region.address, region.size_bytes]}
+            what = {"name": name, "region": astuple(region)}
             head = json.dumps(what).encode()
             try:
                 process.stdin.write(struct.pack("<II", len(head), len(metadata)) + head + metadata)
@@ -87,10 +89,23 @@ class Trial:
 def _try(agent: Agent, scratch: int, name: str, metadata: bytes, region: RemoteRegion) -> dict[str, object]:
     """What came of it: a status code, a message, and whether the byte may still come."""
     try:
-        agent.add_peer(name, metadata, address=region.address, size_bytes=region.size_bytes, device_id=region.number)
+        agent.add_peer(
+            name,
+            metadata,
+            address=region.address,
+            size_bytes=region.size_bytes,
+            device_id=region.number,
+            memory=region.memory,
+        )
         one = np.ones(1, np.int64)
         reading = agent.begin(
-            Op.READ, name, local=one * scratch, remote=one * region.address, sizes=one, device_id=region.number
+            Op.READ,
+            name,
+            local=one * scratch,
+            remote=one * region.address,
+            sizes=one,
+            device_id=region.number,
+            memory=region.memory,
         )
         deadline = time.monotonic() + REACH_TIMEOUT_S
         while not reading.poll():
@@ -119,7 +134,9 @@ def main(device: str) -> None:
     while len(sizes := sys.stdin.buffer.read(8)) == 8:
         head, metadata = (sys.stdin.buffer.read(size) for size in struct.unpack("<II", sizes))
         what = json.loads(head)
-        outcome = _try(agent, address_of(scratch), what["name"], metadata, RemoteRegion(*what["region"]))
+        number, address, size_bytes, memory = what["region"]
+        region = RemoteRegion(number, address, size_bytes, Memory(memory))
+        outcome = _try(agent, address_of(scratch), what["name"], metadata, region)
         sys.stdout.write(json.dumps(outcome) + "\n")
         sys.stdout.flush()
 

@@ -7,7 +7,7 @@ from kvstore.errors import KVStoreError
 from kvstore.placement import segment_blocks
 from kvstore.spec import KVSpec
 from kvstore.transport.shm import SlabLayout
-from kvstore.types import AnyArray, ByteArray, HashArray, IntArray, Location, Namespace, Outcome, WriteId
+from kvstore.types import AnyArray, ByteArray, HashArray, IntArray, Location, Memory, Namespace, Outcome, WriteId
 from kvstore_server.index import Beside, Index
 from kvstore_server.writes import Pending, Writes
 
@@ -77,6 +77,7 @@ class RemoteRegion:
     number: int
     address: int
     size_bytes: int
+    memory: Memory = Memory.HOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from devices import HostDevice, Noting, cuda_device, overwrite_on, places_of, st
 from disk_faults import open_tier
 
 from kvstore.spec import KVSpec
+from kvstore.transport.cuda import CudaDevice
 from kvstore.transport.memory import copy_pieces
 from kvstore.transport.shm import map_memfd
 from kvstore.types import AnyArray, ByteArray, HashArray, IntArray, Namespace, SessionId, SlabId
 from kvstore_server.tiers.cpu import CpuTier, TierStatistics
-from kvstore_server.tiers.devices import CudaDevice
 from kvstore_server.tiers.disk import DiskTier
 from kvstore_server.tiers.gpu import GpuTier
 from kvstore_server.tiers.pinning import PageLock

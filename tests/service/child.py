@@ -145,7 +145,7 @@ def agent(size_bytes: int, number: int, filled: int = 7, at: int = 0, device: st
     memory[:] = filled
     passive = Agent(stop("ready"), device=device)
     passive.register(memory.ctypes.data, size_bytes, device_id=number)
-    stop(json.dumps([memory.ctypes.data, passive.metadata(memory.ctypes.data).hex()]))
+    stop(json.dumps([memory.ctypes.data, passive.metadata(memory.ctypes.data, device_id=number).hex()]))
     stop(str(int((memory == filled).sum())))
 
 

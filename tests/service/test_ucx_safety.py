@@ -46,7 +46,7 @@ class Liar:
         self.secret = np.full(SIZE, 9, np.uint8)  # which it never registers
         self.address = self.memory.ctypes.data
         self.agent.register(self.address, SIZE, device_id=1)
-        self.metadata = self.agent.metadata(self.address)
+        self.metadata = self.agent.metadata(self.address, device_id=1)
 
     def register(self, **fields: Any) -> pb.Status:
         told = {"region": 1, "size_bytes": SIZE, "address": self.address, "metadata": self.metadata}
@@ -175,7 +175,12 @@ def test_regions_that_overlap_can_each_be_used_and_one_that_is_dropped_takes_no_
     """Covers: E13."""
     inner = liar.address + 8192
     liar.agent.register(inner, SIZE - 8192, device_id=2)
-    second = {"region": 2, "address": inner, "size_bytes": SIZE - 8192, "metadata": liar.agent.metadata(inner)}
+    second = {
+        "region": 2,
+        "address": inner,
+        "size_bytes": SIZE - 8192,
+        "metadata": liar.agent.metadata(inner, device_id=2),
+    }
     assert liar.register().code == liar.register(**second).code == 0
     located = liar.locate()
     places = [0, 8192, 16384, 24576]

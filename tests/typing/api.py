@@ -19,6 +19,7 @@ from kvstore_client import (
     ClusterClient,
     ClusterLoad,
     ClusterWrite,
+    CudaRegion,
     KVClient,
     KVSpec,
     KVStoreError,
@@ -76,6 +77,8 @@ with client.store(hashes, parent=None) as write:
 with client.region(1 << 20) as region:
     assert_type(region, Region)
     assert_type(region.array, ByteArray)
+with client.cuda_region(object()) as cuda_region:
+    assert_type(cuda_region, CudaRegion)
 
 assert_type(client.prefetch(hashes), int)
 assert_type(client.verify(hashes), dict[int, KVStoreError])
@@ -98,6 +101,7 @@ with either.store(hashes[2:], parent=hashes[1], segments=where[2:]) as written:
     written.put(0, by_part[0], timeout_s=1.0)
     assert_type(written.outcomes, list[Outcome])
 assert_type(either.region(1 << 20), Region)
+assert_type(either.cuda_region(object()), CudaRegion)
 assert_type(either.prefetch(hashes), int)
 assert_type(either.verify(hashes), dict[int, KVStoreError])
 assert_type(either.statistics(), ClientStatistics)

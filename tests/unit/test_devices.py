@@ -5,12 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import xxhash
 from devices import CudaError, StandInRuntime, cuda_device, stand_in_for_cuda
 
 from kvstore.errors import InvalidRequest
+from kvstore.transport import cuda as transport_cuda
+from kvstore.transport.cuda import CudaDevice, Device, DeviceFailed, DeviceFull, hash_copies
 from kvstore.transport.memory import address_of
 from kvstore.types import ByteArray
-from kvstore_server.tiers.devices import CudaDevice, Device, DeviceFailed, DeviceFull
 
 SIZE = 3000
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
@@ -68,6 +70,17 @@ def test_every_thread_says_which_device_it_means(cuda: StandInRuntime) -> None:
             assert np.array_equal(pool.submit(there_and_back, device).result(), DATA)
             assert set(cuda.used) == {0 if device is first else 1}
             pool.submit(device.memory).result()
+
+
+def test_a_thread_that_uses_another_device_goes_on_with_that(cuda: StandInRuntime) -> None:
+    cuda.setDevice(0)
+    device = CudaDevice(1)
+    there_and_back(device)
+    fail_at(cuda, "malloc")
+    with pytest.raises(DeviceFailed):
+        device.allocate(SIZE)
+    assert cuda.getDevice() == 0
+    assert set(cuda.used) == {1}
 
 
 @pytest.mark.parametrize("step", ["memcpyAsync", "eventCreateWithFlags", "eventRecord", "eventSynchronize"])
@@ -130,9 +143,34 @@ def test_without_a_device_or_a_driver_the_error_says_so(monkeypatch: pytest.Monk
         CudaDevice(0)
 
 
+@pytest.mark.parametrize(("size_bytes", "copies"), [(100, 2), (1000, 10), (4000, 10)])
+def test_what_lies_on_a_device_is_hashed_in_host_memory_of_bounded_size(
+    cuda: StandInRuntime, monkeypatch: pytest.MonkeyPatch, size_bytes: int, copies: int
+) -> None:
+    """Larger only if a single piece is."""
+    monkeypatch.setattr(transport_cuda, "SCRATCH_BYTES", 500 if size_bytes == 100 else 1000)
+    data = np.random.default_rng(0).integers(0, 256, (10, size_bytes), np.uint8)
+    array = cuda.array(data)
+    begins = array.__cuda_array_interface__["data"][0] + size_bytes * np.arange(10)[::-1]
+    waits = []
+    cuda.before = lambda step: waits.append(step) if step == "eventSynchronize" else None
+    checksums = hash_copies(CudaDevice(0), begins, size_bytes)
+    assert checksums.tolist() == [xxhash.xxh3_64_intdigest(row.data) for row in data[::-1]]
+    assert len(waits) == copies
+
+
+def test_what_cannot_be_copied_from_a_device_is_not_hashed(cuda: StandInRuntime) -> None:
+    array = cuda.array(DATA)
+    device = CudaDevice(0)
+    fail_at(cuda, "eventSynchronize")
+    with pytest.raises(DeviceFailed, match="cannot copy from it"):
+        hash_copies(device, np.array([array.__cuda_array_interface__["data"][0]]), SIZE)
+
+
 def test_the_stand_in_has_nothing_that_cupy_has_not() -> None:
     runtime = pytest.importorskip("cupy.cuda.runtime", reason="CuPy is not installed (kvstore[gpu])")
-    names = [name for name in vars(StandInRuntime) if not name.startswith("_")]
+    own = ("array", "holds")
+    names = [name for name in vars(StandInRuntime) if not name.startswith("_") and name not in own]
     assert [name for name in names if not hasattr(runtime, name)] == []
     for name in ("memcpyHostToDevice", "memcpyDeviceToHost"):
         assert getattr(runtime, name) == getattr(StandInRuntime, name)

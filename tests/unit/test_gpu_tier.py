@@ -15,7 +15,7 @@ from disk_faults import Countdown, checksums_of, memory, served, store
 from structlog.testing import capture_logs
 
 from kvstore.errors import InvalidRequest
-from kvstore_server.tiers.devices import DeviceFailed
+from kvstore.transport.cuda import DeviceFailed
 from kvstore_server.tiers.gpu import GpuTier
 from kvstore_server.tiers.slab import slab_of
 

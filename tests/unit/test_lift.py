@@ -5,7 +5,7 @@ import ctypes
 from builders import chain, records
 from houses import SLAB_BYTES, A, B, gpu_house, run
 
-from kvstore_server.tiers.devices import DeviceFailed
+from kvstore.transport.cuda import DeviceFailed
 
 
 def test_what_is_loaded_twice_is_copied_and_served_from_there_when_memory_let_go() -> None:

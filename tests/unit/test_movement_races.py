@@ -10,12 +10,12 @@ import pytest
 from builders import block_bytes, chain, records
 from houses import DEADLINE_S, A, B, disk_house, flip_a_bit_of, gpu_house, run
 
+from kvstore.transport.cuda import DeviceFailed, DeviceFull
 from kvstore.types import BlockHash
 from kvstore_server.eviction import Ticks
 from kvstore_server.index import Index
 from kvstore_server.level import State
 from kvstore_server.scrub import Scrubber
-from kvstore_server.tiers.devices import DeviceFailed, DeviceFull
 from kvstore_server.tiers.disk import DiskFailed, DiskFull
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvstore.transport.ucx import Op
+from kvstore.types import Memory
 from kvstore_server import transfers
 from kvstore_server.transfers import POST_BYTES, POST_DESCRIPTORS, Peer, Transfers, posts
 from kvstore_server.values import Pieces, RemoteRegion
@@ -52,6 +53,7 @@ class _Agent:
     def __init__(self, *_: object, **__: object) -> None:
         self.device = "none"
         self.begun: list[str] = []
+        self.told: list[tuple[object, object]] = []  # of each peer and transfer: device id, and memory
         self.over: set[str] = set()
 
     def register(self, *_: object) -> None:
@@ -60,8 +62,12 @@ class _Agent:
     def close(self) -> None:
         pass
 
-    def begin(self, _: Op, peer: str, **__: object) -> "_Transfer":
+    def add_peer(self, *_: object, device_id: int, memory: Memory, **__: object) -> None:
+        self.told.append((device_id, memory))
+
+    def begin(self, _: Op, peer: str, *, device_id: int, memory: Memory, **__: object) -> "_Transfer":
         self.begun.append(peer)
+        self.told.append((device_id, memory))
         return _Transfer(self, peer)
 
 
@@ -77,6 +83,9 @@ class _Transfer:
 
 
 class _NoTrial:
+    async def of(self, *_: object) -> None:
+        pass
+
     async def stop(self) -> None:
         pass
 
@@ -102,6 +111,24 @@ def test_peers_that_take_nothing_in_do_not_keep_others_waiting(monkeypatch: pyte
         assert [agent.begun.count(peer.name) for peer in peers] == [4, 4, 4, 4]
         agent.over.update(peer.name for peer in peers)
         await asyncio.gather(*tasks)
+        await moving.close()
+
+    asyncio.run(test())
+
+
+def test_what_a_region_is_of_is_told_when_it_is_added_and_whenever_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "Agent", _Agent)
+    monkeypatch.setattr(transfers, "Trial", lambda device: _NoTrial())
+
+    async def test() -> None:
+        moving = Transfers(device="none", num_drivers=1, patience_s=60)
+        agent, peer = cast(_Agent, moving._agent), Peer(lambda reason: None)
+        agent.over.add(peer.name)
+        for number, memory in enumerate(Memory):
+            region = RemoteRegion(number, address=0, size_bytes=64, memory=memory)
+            await moving.add(peer, b"", region)
+            await moving.move(Op.READ, peer, region, Pieces(*np.zeros((2, 1), np.int64), np.full(1, 64)), [])
+        assert agent.told == [(0, Memory.HOST)] * 2 + [(1, Memory.CUDA)] * 2
         await moving.close()
 
     asyncio.run(test())

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidRequest, StoreFull, StoreUnavailable, Unsupported
 from kvstore.transport import ucx
 from kvstore.transport.ucx import Agent, Op, Transfer, cut, device_towards
+from kvstore.types import Memory
 
 needs_nixl = pytest.mark.skipif(bool(ucx.why_unavailable()), reason=ucx.why_unavailable())
 SIZE = 1 << 20
@@ -69,7 +70,7 @@ def test_memory_larger_than_a_registration_is_moved_whole(
     ours.register(mine.ctypes.data, SIZE)
     base = there.ctypes.data
     theirs.register(base, SIZE + 1, device_id=3)
-    ours.add_peer("b", theirs.metadata(base), address=base, size_bytes=SIZE + 1, device_id=3)
+    ours.add_peer("b", theirs.metadata(base, device_id=3), address=base, size_bytes=SIZE + 1, device_id=3)
     pieces = np.array([mine.ctypes.data]), np.array([base + 1]), np.array([SIZE])
     move(ours, Op.WRITE, *cut(*pieces))
     assert (there[1:] == mine).all()
@@ -90,13 +91,14 @@ def test_memory_registered_again_at_the_same_place_is_moved_to_under_its_new_num
     base = there.ctypes.data
     for number in (1, 2, 3):
         theirs.register(base, SIZE, device_id=number)
-        ours.add_peer("b", theirs.metadata(base), address=base, size_bytes=SIZE, device_id=number)
+        metadata = theirs.metadata(base, device_id=number)
+        ours.add_peer("b", metadata, address=base, size_bytes=SIZE, device_id=number)
         if number < 3:
-            theirs.deregister(base)
+            theirs.deregister(base, device_id=number)
     move(ours, Op.WRITE, np.array([mine.ctypes.data]), np.array([base]), np.array([SIZE]))
     assert (there == 5).all()
-    theirs.deregister(base)
-    theirs.deregister(base)
+    theirs.deregister(base, device_id=3)
+    theirs.deregister(base, device_id=3)
 
 
 @needs_nixl
@@ -104,7 +106,8 @@ def test_memory_that_is_not_registered_is_refused_on_either_side(agents: tuple[A
     ours, theirs = agents
     mine, there = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
     theirs.register(there.ctypes.data, SIZE, device_id=3)
-    ours.add_peer("b", theirs.metadata(there.ctypes.data), address=there.ctypes.data, size_bytes=SIZE, device_id=3)
+    base = there.ctypes.data
+    ours.add_peer("b", theirs.metadata(base, device_id=3), address=base, size_bytes=SIZE, device_id=3)
     one = np.array([64])
     with pytest.raises(InvalidRequest):
         move(ours, Op.READ, np.array([mine.ctypes.data]), np.array([there.ctypes.data]), one)
@@ -112,6 +115,26 @@ def test_memory_that_is_not_registered_is_refused_on_either_side(agents: tuple[A
     with pytest.raises(InvalidRequest):
         move(ours, Op.READ, np.array([mine.ctypes.data]), np.array([there.ctypes.data + SIZE - 63]), one)
     move(ours, Op.READ, np.array([mine.ctypes.data]), np.array([there.ctypes.data + SIZE - 64]), one)
+
+
+@needs_nixl
+def test_memory_of_the_host_is_neither_registered_nor_moved_as_that_of_a_device(agents: tuple[Agent, Agent]) -> None:
+    ours, theirs = agents
+    mine, there = np.zeros(SIZE, np.uint8), np.zeros(SIZE, np.uint8)
+    base = there.ctypes.data
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=r"register 1048576 bytes of a CUDA device.*copy to host memory"):
+            theirs.register(base, SIZE, device_id=3, memory=Memory.CUDA)
+    assert repr(theirs) == "<Agent 'b' on lo [0 registered]>"
+    theirs.register(base, SIZE, device_id=3)
+    ours.register(mine.ctypes.data, SIZE)
+    what = {"address": base, "size_bytes": SIZE, "device_id": 3}
+    with pytest.raises(InvalidRequest, match=r"\(CUDA\) with the device id 3"):
+        ours.add_peer("b", theirs.metadata(base, device_id=3), **what, memory=Memory.CUDA)
+    one, places = np.ones(1, np.int64), {"local": np.array([mine.ctypes.data]), "remote": np.array([base])}
+    with pytest.raises(InvalidRequest):
+        ours.begin(Op.READ, "b", **places, sizes=one, device_id=3, memory=Memory.CUDA)
+    move(ours, Op.READ, places["local"], places["remote"], one)
 
 
 @needs_nixl

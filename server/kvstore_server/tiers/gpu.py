@@ -18,9 +18,9 @@ import structlog
 
 from kvstore.errors import InvalidRequest
 from kvstore.spec import KVSpec
+from kvstore.transport.cuda import Device, DeviceFailed, DeviceFull
 from kvstore.types import HASH_BYTES, AnyArray, HashArray, IntArray, SlabId
 from kvstore_server.tiers.cpu import TierStatistics, by_slab, slabs_and_places
-from kvstore_server.tiers.devices import Device, DeviceFailed, DeviceFull
 from kvstore_server.tiers.records import part_checksums, round_up
 from kvstore_server.tiers.slab import MAX_SLOTS, SlabArena, place_of, slab_of
 

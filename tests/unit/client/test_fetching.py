@@ -1,5 +1,7 @@
 """Pieces of blocks from another host: memory that may still be written to is used for nothing else."""
 
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, cast
@@ -8,9 +10,12 @@ import numpy as np
 import pytest
 import xxhash
 from builders import chain, rows, spec
+from devices import StandInRuntime, stand_in_for_cuda
 
-from kvstore.errors import BlockCorrupt, BlockMissing, KVStoreError, StoreUnavailable
-from kvstore.types import ByteArray
+from kvstore.errors import BlockCorrupt, BlockMissing, InvalidRequest, KVStoreError, StoreUnavailable
+from kvstore.transport.cuda import DeviceFailed
+from kvstore.transport.memory import hash_pieces
+from kvstore.types import AnyArray, ByteArray, IntArray, Memory
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import pack_u64, unpack_u64
 from kvstore_client import fetching
@@ -32,6 +37,7 @@ class FakeRegion:
     """Memory that counts as registered in this session."""
 
     number = 5
+    memory = Memory.HOST
 
     def __init__(self, session: "FakeSession", memory: ByteArray) -> None:
         self.sessions = {session: None}
@@ -39,9 +45,14 @@ class FakeRegion:
         self.address = memory.ctypes.data
         self.size_bytes = memory.size
 
+    def checksums(self, addresses: IntArray, size_bytes: int) -> AnyArray:
+        return hash_pieces(addresses, np.full(len(addresses), size_bytes))
+
 
 class FakeSession:
     """Keeps what was asked for; the test answers."""
+
+    agent = None
 
     def __init__(self) -> None:
         self.alive = True
@@ -52,6 +63,9 @@ class FakeSession:
     def start(self, message: pb.ClientMessage, then: OnAnswer) -> None:
         self._open.append(then)
         self.asked.put((message.fetch, then))
+
+    def tell(self, message: pb.ClientMessage) -> None:
+        pass
 
     def end(self, error: KVStoreError) -> None:
         self.ended = error
@@ -112,6 +126,7 @@ class Shelf:
 def shelf() -> Any:
     shelf = Shelf()
     yield shelf
+    shelf.stop()
     shelf.pool.shutdown()
 
 
@@ -205,3 +220,71 @@ def test_an_error_of_one_block_is_of_that_block_and_one_of_the_whole_is_raised(s
     with pytest.raises(StoreUnavailable):
         copying.result()
     assert is_free(shelf.staging)
+
+
+class OnDevice:
+    """Rows on a device that cannot be touched from here, in an open region, and a load of the shelf's blocks there."""
+
+    def __init__(self, shelf: Shelf, cuda: StandInRuntime) -> None:
+        self.array = cuda.array(np.zeros((4, 64), np.uint8))
+        self.region = shelf.regions.create_cuda(self.array, deadline=time.monotonic() + 5)
+        self.region.sessions[cast(Session, shelf.session)] = None
+        self._shelf = shelf
+        self._into = as_rows(
+            self.array, num_rows=4, row_bytes=64, where="into", in_cuda_region=shelf.regions.in_cuda_region
+        )
+
+    def copy(self) -> Any:
+        source, is_stopped = self._shelf.source, lambda: self._shelf.is_stopped
+        return self._shelf.pool.submit(source.copy, 0, BLOCKS, self._into, checksums=False, stopped=is_stopped)
+
+
+@pytest.fixture
+def on_device(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevice]:
+    yield OnDevice(shelf, stand_in_for_cuda(monkeypatch))
+    shelf.regions.close()
+
+
+def test_a_piece_goes_straight_to_a_device_and_is_checked_there(shelf: Shelf, on_device: OnDevice) -> None:
+    copying = on_device.copy()
+    fetch, then = shelf.asked()
+    assert fetch.region == on_device.region.number
+    assert unpack_u64(fetch.offsets, name="offsets").tolist() == [0, 64, 128, 192]
+    shelf.write(fetch, on_device.array.contents.reshape(-1))
+    then(answer())
+    assert copying.result() == {}
+
+
+def test_a_block_that_arrived_on_a_device_with_another_byte_is_an_error(shelf: Shelf, on_device: OnDevice) -> None:
+    """Covers: A22."""
+    copying = on_device.copy()
+    fetch, then = shelf.asked()
+    shelf.write(fetch, on_device.array.contents.reshape(-1))
+    on_device.array.contents[2, 5] ^= 1
+    then(answer())
+    errors = copying.result()
+    assert list(errors) == [2]
+    assert isinstance(errors[2], BlockCorrupt)
+
+
+def test_rows_on_a_device_whose_region_was_closed_are_asked_for_no_more(shelf: Shelf, on_device: OnDevice) -> None:
+    on_device.region.close()
+    with pytest.raises(InvalidRequest, match="one that was closed"):
+        on_device.copy().result(timeout=5)
+    assert shelf.session.asked.empty()
+    assert is_free(shelf.staging)
+
+
+def test_what_arrived_on_a_device_that_fails_is_not_used(
+    shelf: Shelf, on_device: OnDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any, **named: Any) -> None:
+        raise DeviceFailed("First (cuda:0): cannot copy from it")
+
+    monkeypatch.setattr(on_device.region._device, "copy_out", failing)
+    copying = on_device.copy()
+    fetch, then = shelf.asked()
+    shelf.write(fetch, on_device.array.contents.reshape(-1))
+    then(answer())
+    with pytest.raises(StoreUnavailable, match="what arrived cannot be checked"):
+        copying.result()

@@ -13,7 +13,7 @@ def modules_after(statement: str) -> list[str]:
 
 
 def test_importing_the_client_brings_neither_engine_nor_server() -> None:
-    unwanted = {"torch", "transformers", "vllm", "nixl", "nixl_cu12", "kvstore_server", "structlog", "click"}
+    unwanted = {"cupy", "torch", "transformers", "vllm", "nixl", "nixl_cu12", "kvstore_server", "structlog", "click"}
     loaded = {name.partition(".")[0] for name in modules_after("import kvstore_client")}
     assert "kvstore_client" in loaded
     assert not loaded & unwanted

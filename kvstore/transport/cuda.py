@@ -1,4 +1,4 @@
-"""Memory of accelerators: taken, given back, and copied to and from, for the gpu tier.
+"""Memory of accelerators: taken, given back, copied to and from, and hashed, for the gpu tier and for CUDA regions.
 
 `CudaDevice` is CuPy's runtime calls with the errors made ours; CuPy is imported when the first one is made. Every call
 here may be made from any thread. Not run on a GPU yet.
@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
+
 from kvstore.errors import InvalidRequest
-from kvstore.types import IntArray
+from kvstore.transport.memory import address_of, hash_pieces
+from kvstore.types import AnyArray, IntArray
 
 OUT_OF_MEMORY: Final = 2  # cudaErrorMemoryAllocation
+SCRATCH_BYTES: Final = 8 << 20  # of host memory, through which bytes go to be hashed; more only for a larger piece
 
 
 class DeviceFailed(Exception):
@@ -34,7 +38,7 @@ class DeviceMemory:
 
 
 class Device(Protocol):
-    """What the gpu tier needs of an accelerator. All of it raises DeviceFailed, and all of it may block."""
+    """What is asked of an accelerator. All of it raises DeviceFailed, and all of it may block."""
 
     @property
     def name(self) -> str:
@@ -135,16 +139,36 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _calling(self, action: str) -> Iterator[None]:
-        """This thread's calls go to this device, and an error of them becomes ours."""
+        """This thread's calls go to this device until the end, and an error of them becomes ours.
+
+        The thread may be an engine's, which uses another device.
+        """
         cuda = self._cuda
         try:
+            before = cuda.getDevice()
             cuda.setDevice(self._number)
-            yield
+            try:
+                yield
+            finally:
+                cuda.setDevice(before)
         except cuda.CUDARuntimeError as error:
             message = f"{self.name}: cannot {action}: {error}"
             if error.status == OUT_OF_MEMORY:
                 raise DeviceFull(f"{message}; give the gpu tier less, or the others on this device") from error
             raise DeviceFailed(f"{message}; look for it in nvidia-smi and dmesg, then restart") from error
+
+
+def hash_copies(device: Device, addresses: IntArray, size_bytes: int) -> AnyArray:
+    """`[n]` u64: the xxh3-64 of so many bytes at each address of the device. Raises: DeviceFailed."""
+    step = max(1, SCRATCH_BYTES // size_bytes)
+    scratch = np.empty((min(step, len(addresses)), size_bytes), np.uint8)
+    places, sizes = address_of(scratch) + size_bytes * np.arange(len(scratch)), np.full(len(scratch), size_bytes)
+    checksums = np.empty(len(addresses), np.uint64)
+    for first in range(0, len(addresses), step):
+        sources = addresses[first : first + step]
+        device.copy_out(targets=places[: len(sources)], sources=sources, sizes=sizes[: len(sources)])
+        checksums[first : first + step] = hash_pieces(places[: len(sources)], sizes[: len(sources)])
+    return checksums
 
 
 def _runtime() -> Any:
