@@ -95,6 +95,25 @@ def connect(stack: ExitStack, transport: str) -> Callable[..., KVClient]:
 
 
 @pytest.fixture
+def make_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Makes a Redis (`service.redis_server.RedisServer`), which is not started."""
+    from service.redis_server import RedisServer  # needs redis-py, as few tests do
+
+    with ExitStack() as stack:
+
+        def make(*options: str) -> RedisServer:
+            return stack.enter_context(closing(RedisServer(tmp_path_factory.mktemp("r"), *options)))
+
+        yield make
+
+
+@pytest.fixture
+def redis(make_redis: Callable[..., Any]) -> Any:
+    """A Redis that answers."""
+    return make_redis().start()
+
+
+@pytest.fixture
 def child(stack: ExitStack, transport: str) -> Callable[..., Child]:
     def child(scenario: str, **arguments: object) -> Child:
         return stack.enter_context(closing(Child(scenario, transport=transport, **arguments)))
