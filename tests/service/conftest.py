@@ -54,8 +54,10 @@ def daemon(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
 
 
 @pytest.fixture(scope="module")
-def module_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(tmp_path_factory.mktemp("d"), heartbeat_s=10)
+def module_daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """With the `DAEMON_FLAGS` of the module, if it has some."""
+    flags = {"heartbeat_s": 10} | getattr(request.module, "DAEMON_FLAGS", {})
+    daemon = DaemonProcess(tmp_path_factory.mktemp("d"), **flags)
     try:
         yield daemon.start()
     finally:
