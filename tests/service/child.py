@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -23,7 +24,8 @@ from builders import chain, rows, spec
 from kvstore.errors import KVStoreError, StoreTimeout, StoreUnavailable
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
 from kvstore.transport.ucx import Agent, why_unavailable
-from kvstore_client import BlockRows, ClientOptions, KVClient
+from kvstore_client import BlockRows, ClientOptions, ClusterLoad, ClusterWrite, KVClient
+from kvstore_client import connect as open_client
 
 TIMEOUT_S = 20.0
 
@@ -282,6 +284,7 @@ def killed_in_turn(address: str, fields: dict, length: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return bool(regions)
 
+    Agent("child", device="lo").close()  # loads the library here, and not in each: that takes longer than all the rest
     while times := int(stop("ready")):
         for _ in range(times):
             _, code = os.waitpid(forked(one), 0)
@@ -328,6 +331,91 @@ def load_until_cut(address: str, fields: dict, length: int) -> None:
         except (StoreTimeout, StoreUnavailable):  # the end of the old session may still be on its way
             continue
     stop(f"again {result.num_loaded} wrong {int((target != data).sum())}")
+
+
+def engine(address: str, fields: dict, length: int, timeout_s: float) -> None:
+    """A client of a store of several daemons, with a deadline of `timeout_s` on each call; does what it is told.
+
+    It is told one of the words below, most of them with the number of a chain. What it says is JSON. A call that
+    goes on long after its deadline ends the process.
+    """
+    options = ClientOptions(name="child", timeout_s=timeout_s, transport=sys.argv[3], breaker_cooldown_s=0.5)
+    client = open_client(address, spec(**fields), options=options)
+    client.wait_ready(TIMEOUT_S)
+    target = np.zeros((length, client.spec.block_bytes), np.uint8)
+
+    def chain_of(seed: int) -> tuple[list, np.ndarray]:
+        hashes = chain(length, of=client.spec, seed=seed)
+        return hashes, rows(client.spec, hashes)
+
+    def live() -> str:
+        """The members that answer, as far as the client knows."""
+        ring = client._links.current()
+        return "".join(node for node, link in zip(ring.view.nodes, ring.links, strict=True) if link.live)
+
+    def match(seed: int) -> int:
+        return client.match(chain_of(seed)[0], lease="").num_found
+
+    def store(seed: int) -> list[int]:
+        """The blocks that were not stored."""
+        hashes, data = chain_of(seed)
+        with client.store(hashes) as writing:
+            writing.put_blocks(data)
+        return not_stored(writing)
+
+    def not_stored(writing: ClusterWrite) -> list[int]:
+        return [block for block, outcome in enumerate(writing.outcomes) if outcome.name != "STORED"]
+
+    def store_in_steps(seed: int) -> list[int]:
+        """As store; stops when the first part is with the daemons."""
+        hashes, data = chain_of(seed)
+        with client.store(hashes) as writing:
+            for part in writing.parts:
+                begin, size = client.spec.part_range(part)
+                writing.put(part, data[:, begin : begin + size])
+                if part == 0:
+                    stop("part 0")
+        return not_stored(writing)
+
+    def came(loading: ClusterLoad, data: np.ndarray) -> dict:
+        missed = sorted(loading.wait().errors)
+        good = np.setdiff1d(np.arange(length), missed)
+        return {"missed": missed, "wrong": int((target[good] != data[good]).sum())}
+
+    def load(seed: int) -> dict:
+        """The blocks that did not come, and how many bytes of the others are wrong."""
+        hashes, data = chain_of(seed)
+        target[:] = 0
+        return came(client.load(hashes, into=BlockRows(target)), data)
+
+    def load_until_missed(seed: int) -> dict:
+        """One load after the other, up to the first that is not whole, which is told."""
+        hashes, data = chain_of(seed)
+        while True:
+            target[:] = 0
+            told = came(client.load(hashes, into=BlockRows(target)), data)
+            if told["missed"] or told["wrong"]:
+                return told
+
+    def follow(seed: int) -> dict:
+        """As load, of blocks that are being written; stops when the first part of all is there."""
+        hashes, data = chain_of(seed)
+        target[:] = 0
+        loading = client.load(hashes, into=BlockRows(target), follow=True)
+        loading.wait_part(0)
+        stop("part 0")
+        return came(loading, data)
+
+    does = {each.__name__: each for each in (live, match, store, store_in_steps, load, load_until_missed, follow)}
+    said = "ready"
+    with ThreadPoolExecutor(1) as pool:
+        while words := stop(said).split():
+            working = pool.submit(does[words[0]], *map(int, words[1:]))
+            try:
+                said = json.dumps(working.result(TIMEOUT_S))
+            except TimeoutError:
+                traceback.print_exc()
+                os._exit(3)
 
 
 def load_large(address: str, fields: dict, length: int) -> None:

@@ -54,8 +54,10 @@ def daemon(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
 
 
 @pytest.fixture(scope="module")
-def module_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(tmp_path_factory.mktemp("d"), heartbeat_s=10)
+def module_daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """With the `DAEMON_FLAGS` of the module, if it has some."""
+    flags = {"heartbeat_s": 10} | getattr(request.module, "DAEMON_FLAGS", {})
+    daemon = DaemonProcess(tmp_path_factory.mktemp("d"), **flags)
     try:
         yield daemon.start()
     finally:
@@ -92,6 +94,25 @@ def connect(stack: ExitStack, transport: str) -> Callable[..., KVClient]:
         return client
 
     return connect
+
+
+@pytest.fixture
+def make_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Makes a Redis (`service.redis_server.RedisServer`), which is not started."""
+    from service.redis_server import RedisServer  # needs redis-py, as few tests do
+
+    with ExitStack() as stack:
+
+        def make(*options: str) -> RedisServer:
+            return stack.enter_context(closing(RedisServer(tmp_path_factory.mktemp("r"), *options)))
+
+        yield make
+
+
+@pytest.fixture
+def redis(make_redis: Callable[..., Any]) -> Any:
+    """A Redis that answers."""
+    return make_redis().start()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ import pytest
 from builders import rows
 
 from kvstore.errors import Unsupported
+from kvstore.hashing import unpack
 from kvstore.spec import KVSpec
 from kvstore.transport import ucx
 from kvstore.transport.shm import Op, Reply, Request, create_memfd, seal_region
@@ -28,13 +29,14 @@ from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import AdminStub, StoreStub
 from kvstore.wire import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, spec_to_proto
 from kvstore_client import KVClient
-from kvstore_server.commands.hosts import Hosts
+from kvstore_server.commands.hosts import DEVICE, Hosts
 
 NO_UCX = ucx.why_unavailable()
 TRANSPORTS = ["shm", pytest.param("ucx", marks=pytest.mark.skipif(bool(NO_UCX), reason=NO_UCX))]
 over_all_transports = pytest.mark.parametrize("transport", TRANSPORTS)
 DEADLINE_S = 20.0  # of everything that must happen some time: generous, because machines are slow
 CHILD = Path(__file__).with_name("child.py")
+NOBODY = "02:00:00:00:00:01"  # no device has this address
 _numbers = itertools.count()
 
 
@@ -57,6 +59,24 @@ def made_hosts(*names: str) -> Iterator[Hosts]:
         yield hosts
     finally:
         hosts.remove()
+
+
+@contextlib.contextmanager
+def cut(hosts: Hosts, one: str, *others: str) -> Iterator[None]:
+    """No packet passes between `one` and the others, either way, and no host is told so: they go to nobody."""
+    ends = [end for other in others for end in ((one, other), (other, one))]
+
+    def neighbour(what: str, here: str, there: str, *more: str) -> None:
+        command = ["ip", "-n", hosts.namespace(here), "neigh", what, hosts.address(there), "dev", DEVICE, *more]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+    for end in ends:
+        neighbour("replace", *end, "lladdr", NOBODY, "nud", "permanent")
+    try:
+        yield
+    finally:
+        for end in ends:
+            neighbour("del", *end)
 
 
 _CHANNEL_OPTIONS = (
@@ -175,6 +195,18 @@ class DaemonProcess:
         if self.running:
             self.kill()
         self._channel.close()
+
+
+def held_by(daemon: DaemonProcess) -> set[bytes]:
+    """Hashes of the blocks that are stored with this daemon."""
+    events = daemon.admin.Watch(pb.WatchRequest(snapshot=True))
+    held: set[bytes] = set()
+    for event in events:
+        if event.kind == pb.Event.SNAPSHOT_END:
+            events.cancel()
+            break
+        held.update(one.tobytes() for one in unpack(event.hashes))
+    return held
 
 
 class Child:

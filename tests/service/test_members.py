@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -35,21 +35,6 @@ EPOCH_KEY = "{kvstore:kvstore}:epoch"
 
 MakeNode = Callable[..., DaemonProcess]
 Connect = Callable[..., KVClient]
-
-
-@pytest.fixture
-def make_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RedisServer]]:
-    with ExitStack() as stack:
-
-        def make(*options: str) -> RedisServer:
-            return stack.enter_context(closing(RedisServer(tmp_path_factory.mktemp("r"), *options)))
-
-        yield make
-
-
-@pytest.fixture
-def redis(make_redis: Callable[..., RedisServer]) -> RedisServer:
-    return make_redis().start()
 
 
 @pytest.fixture

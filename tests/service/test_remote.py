@@ -3,17 +3,25 @@
 import contextlib
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from builders import chain, rows, spec
 from remote_places import BUCKET, Server, redis_server, s3_server
-from service.disk import SMALL, Connect, MakeDaemon, load, pieces
-from service.harness import DaemonProcess, eventually
+from service.disk import PIECE, SMALL, Connect, MakeDaemon, load, pieces
+from service.harness import DEADLINE_S, DaemonProcess, eventually, held_by
+from service.redis_server import needs_redis
 
+from kvstore.placement import Placement, segments
+from kvstore.spec import KVSpec
 from kvstore.types import BlockHash
 from kvstore.v1 import kvstore_pb2 as pb
-from kvstore_client import KVClient, Outcome
+from kvstore_client import BlockRows, ClientOptions, ClusterClient, KVClient, Outcome
+from kvstore_client import connect as connect_to_all
 from kvstore_server.tiers.objects import block_key, name_of, object_bytes
 from kvstore_server.tiers.records import RecordLayout
 
@@ -22,7 +30,9 @@ pytest.importorskip("redis", reason="redis is not installed: pip install 'kvstor
 
 KV = spec(layers=2, bytes_per_part=8192)
 OBJECT_BYTES = object_bytes(RecordLayout.of(KV))
+SPREAD = spec(layers=2, bytes_per_part=8192, block_tokens=32)  # segments of 16 blocks
 CHAINS = [chain(40, of=KV, seed=seed) for seed in range(5)]
+ROOM = 60  # blocks that fit into memory
 KEPT = 40  # the blocks used last, a bit more than 0.6 of the 60 of memory: these are not cold
 SIZES = {name: SMALL[name] for name in ("cpu_capacity", "slab_bytes")}
 
@@ -99,18 +109,18 @@ on_servers = pytest.mark.parametrize("place", ["s3", "redis"], indirect=True)
 
 @pytest.fixture
 def serve(make_daemon: MakeDaemon, place: Place, tmp_path: Path) -> Callable[..., DaemonProcess]:
-    """A daemon with memory for 60 blocks, and this place."""
-    config = tmp_path / "kvstore.toml"
-    config.write_text("remote_min_blocks = 4\nremote_requests = 4\n")
+    """A daemon with memory for 60 blocks, and this place, of which fewer than `min_blocks` are not fetched."""
 
-    def serve(**flags: object) -> DaemonProcess:
+    def serve(*, min_blocks: int = 4, **flags: object) -> DaemonProcess:
+        config = tmp_path / "kvstore.toml"
+        config.write_text(f"remote_min_blocks = {min_blocks}\nremote_requests = 4\n")
         return make_daemon(config=config, remote_url=place.url, **SIZES | flags)
 
     return serve
 
 
-def name(block_hash: BlockHash) -> str:
-    return name_of(block_key(KV.namespace, block_hash))
+def name(block_hash: BlockHash, kv: KVSpec = KV) -> str:
+    return name_of(block_key(kv.namespace, block_hash))
 
 
 def used_there(daemon: DaemonProcess) -> int:
@@ -371,3 +381,91 @@ def test_what_was_cleared_here_can_still_come_back(
     daemon.admin.Clear(pb.ClearRequest())
     assert daemon.stats().blocks_committed == 0
     check_comes_back(client, CHAINS[0])
+
+
+class Several:
+    """Three daemons of one store with one place, and a client of them all, which knows what each was given to keep."""
+
+    def __init__(self, serve: Callable[..., DaemonProcess], place: Place, redis: Any, stack: ExitStack) -> None:
+        cluster = {"cluster_url": redis.url, "cluster_ttl_s": 1.5}
+        self.daemons = {node: serve(node_id=node, min_blocks=1, **cluster) for node in "abc"}
+        self._place = place
+        address = "kvstore://" + ",".join(daemon.address for daemon in self.daemons.values())
+        options = ClientOptions(timeout_s=DEADLINE_S, breaker_cooldown_s=0.5)
+        client = connect_to_all(address, SPREAD, options=options)
+        assert isinstance(client, ClusterClient)
+        self.client = stack.enter_context(closing(client))
+        client.wait_ready(DEADLINE_S)
+        eventually(lambda: self.live() == "abc", "the client knows all daemons")
+        self._kept: dict[str, list[BlockHash]] = {node: [] for node in "abc"}  # in the order in which they were stored
+        self._copied: set[BlockHash] = set()
+
+    def live(self) -> str:
+        ring = self.client._links.current()
+        return "".join(node for node, link in zip(ring.view.nodes, ring.links, strict=True) if link.live)
+
+    def store(self, hashes: list[BlockHash]) -> None:
+        """The chain is stored, each piece once all that it may evict had been copied. So nothing is lost."""
+        where = segments(hashes, block_tokens=SPREAD.block_tokens)
+        owners = Placement(dict.fromkeys("abc", 1.0)).owners(where)[:, 0]
+        for begin in range(0, len(hashes), PIECE):
+            piece = slice(begin, begin + PIECE)
+            parent = hashes[begin - 1] if begin else None
+            with self.client.store(hashes[piece], parent=parent, segments=where[piece]) as write:
+                write.put_blocks(rows(SPREAD, hashes[piece]))
+            assert set(write.outcomes) == {Outcome.STORED}
+            for owner, block_hash in zip(owners[piece].tolist(), hashes[piece], strict=True):
+                self._kept["abc"[owner]].append(block_hash)
+            for block_hash in {*self.cold("a"), *self.cold("b"), *self.cold("c")} - self._copied:
+                eventually(partial(self._place.has, name(block_hash, SPREAD)), "what is old was copied")
+                self._copied.add(block_hash)
+
+    def cold(self, node: str) -> list[BlockHash]:
+        """The blocks of this daemon that are in the place."""
+        kept = self._kept[node]
+        return kept[:-KEPT] if len(kept) > 0.8 * ROOM else []
+
+    def in_place(self, hashes: list[BlockHash]) -> bool:
+        """Whether all of the chain is in the place, and some of it is for b to keep."""
+        return bool({*hashes} & {*self._kept["b"]}) and self._copied.issuperset(hashes)
+
+    def check_comes_back(self, hashes: list[BlockHash]) -> None:
+        """As `check_comes_back`."""
+
+        def whole() -> bool:
+            return self.client.match(hashes, lease="").num_found == len(hashes)
+
+        eventually(whole, "the chain came back")
+        target = np.zeros((len(hashes), SPREAD.block_bytes), np.uint8)
+        assert not self.client.load(hashes, into=BlockRows(target)).wait().errors
+        assert (target == rows(SPREAD, hashes)).all()
+
+
+@pytest.fixture
+def several(serve: Callable[..., DaemonProcess], place: Place, redis: Any, stack: ExitStack) -> Several:
+    return Several(serve, place, redis, stack)
+
+
+@needs_redis
+def test_daemons_of_one_store_share_a_place_and_who_is_next_finds_there_what_a_dead_one_kept(several: Several) -> None:
+    """Covers: D4, D14, F6. A chain lies in three segments, each with its owner, until that needs the room."""
+    chains = [chain(40, of=SPREAD, seed=seed) for seed in range(24)]
+    for hashes in chains:
+        several.store(hashes)
+    for node, daemon in several.daemons.items():
+        assert not held_by(daemon).issuperset(several.cold(node)), "it has let go of some"
+    copied = [hashes for hashes in chains if several.in_place(hashes)]
+    assert len(copied) >= 6
+    now, while_b_is_dead, later = copied[::3], copied[1::3], copied[2::3]  # nobody is asked for one twice in 30 s
+    for hashes in now:
+        several.check_comes_back(hashes)
+
+    several.daemons["b"].kill()
+    for hashes in while_b_is_dead:
+        several.check_comes_back(hashes)
+
+    several.daemons["b"].start()
+    eventually(lambda: several.live() == "abc", "it is back, and has nothing")
+    for hashes in later:
+        several.check_comes_back(hashes)
+    assert several.daemons["b"].stats().blocks_committed > 0

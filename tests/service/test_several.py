@@ -5,19 +5,17 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 
 import numpy as np
 import pytest
 from builders import chain, rows, spec
-from service.harness import DEADLINE_S, DaemonProcess, eventually
+from service.harness import DEADLINE_S, DaemonProcess, eventually, held_by
 from service.redis_server import RedisServer, needs_redis
 
-from kvstore.hashing import unpack
 from kvstore.types import BlockHash, Outcome
-from kvstore.v1 import kvstore_pb2 as pb
 from kvstore_client import BlockRows, ClientOptions, ClusterClient, KVStoreError, connect
 
 pytestmark = [needs_redis, pytest.mark.slow]
@@ -67,25 +65,8 @@ class Store:
 
 
 @pytest.fixture
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with closing(RedisServer(tmp_path_factory.mktemp("r"))) as server:
-        yield server.start()
-
-
-@pytest.fixture
 def store(redis: RedisServer, make_daemon: Callable[..., DaemonProcess], stack: ExitStack) -> Store:
     return Store(make_daemon, stack, redis)
-
-
-def held_by(daemon: DaemonProcess) -> set[bytes]:
-    events = daemon.admin.Watch(pb.WatchRequest(snapshot=True))
-    held: set[bytes] = set()
-    for event in events:
-        if event.kind == pb.Event.SNAPSHOT_END:
-            events.cancel()
-            break
-        held.update(one.tobytes() for one in unpack(event.hashes))
-    return held
 
 
 def save(client: ClusterClient, hashes: list[BlockHash] = HASHES) -> None:

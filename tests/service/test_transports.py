@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,22 @@ import numpy as np
 import pytest
 from builders import chain, rows, spec
 from service.disk import SMALL, store_chain
-from service.harness import NO_UCX, DaemonProcess, eventually, over_all_transports, store
+from service.harness import DEADLINE_S, NO_UCX, DaemonProcess, eventually, over_all_transports, store
 
 from kvstore.spec import KVSpec
 from kvstore.transport.ucx import REGISTER_BYTES
 from kvstore.types import ByteArray
-from kvstore_client import BlockRows, InvalidRequest, KVClient, Outcome, StoreFull, Unsupported, WriterFailed
+from kvstore.v1 import kvstore_pb2 as pb
+from kvstore_client import (
+    BlockRows,
+    ClientOptions,
+    InvalidRequest,
+    KVClient,
+    Outcome,
+    StoreFull,
+    Unsupported,
+    WriterFailed,
+)
 
 needs_ucx = pytest.mark.skipif(bool(NO_UCX), reason=NO_UCX)
 
@@ -24,8 +35,25 @@ HASHES = chain(6, of=KV)
 DATA = rows(KV, HASHES)
 PARTS = [DATA[:, 8192 * part : 8192 * (part + 1)] for part in range(3)]
 
+BLANK = spec(layers=1, bytes_per_part=16 << 10, model="blank")
+BLANKS = chain(64 * 63, of=BLANK)  # 64 slabs of a MiB
+DAEMON_FLAGS = {} if NO_UCX else {"ucx_device": "lo"}
+
 Connect = Callable[..., KVClient]
 MakeDaemon = Callable[..., DaemonProcess]
+
+
+@pytest.fixture
+def daemon(shared: DaemonProcess) -> DaemonProcess:
+    """One for all, with all transports. Its memory holds zeros, and nothing that a test before has stored."""
+    with closing(KVClient(shared.address, BLANK, options=ClientOptions(transport="shm"))) as client:
+        client.wait_ready(DEADLINE_S)
+        with client.store(BLANKS) as write:
+            write.put_blocks(np.zeros((len(BLANKS), BLANK.block_bytes), np.uint8))
+    assert shared.stats().blocks_committed == len(BLANKS), "they fill it"
+    eventually(lambda: not shared.stats().sessions, "nobody has slabs mapped that are to be cut anew")
+    shared.admin.Clear(pb.ClearRequest())
+    return shared
 
 
 def from_region(client: KVClient, data: ByteArray) -> ByteArray:
@@ -96,8 +124,8 @@ def test_bytes_arrive_wherever_they_are_loaded_to(daemon: DaemonProcess, connect
     ],
     ids=["parts larger than a piece", "many parts", "odd sizes", "two ranks"],
 )
-def test_blocks_of_any_shape(daemon: DaemonProcess, connect: Connect, kv: KVSpec, length: int) -> None:
-    client = connect(daemon, kv, staging_bytes=32 << 20)
+def test_blocks_of_any_shape(make_daemon: MakeDaemon, connect: Connect, kv: KVSpec, length: int) -> None:
+    client = connect(make_daemon(), kv, staging_bytes=32 << 20)  # some are larger than a slab of 1 MiB
     hashes = chain(length, of=kv)
     assert store(client, hashes) == [Outcome.STORED] * length
     target = np.zeros((length, kv.block_bytes), np.uint8)
@@ -276,8 +304,9 @@ def test_where_the_socket_of_the_daemon_cannot_be_reached_clients_take_ucx_and_l
     assert (target == DATA).all()
 
 
-def test_without_any_transport_the_error_says_why_for_each(daemon: DaemonProcess, connect: Connect) -> None:
+def test_without_any_transport_the_error_says_why_for_each(make_daemon: MakeDaemon, connect: Connect) -> None:
     """Covers: G3. Nothing else is refused: a scheduler only asks."""
+    daemon = make_daemon()
     daemon.shm_path.unlink()
     client = connect(daemon, KV, transport="auto")
     assert client.match(HASHES).num_blocks == 0
@@ -287,8 +316,9 @@ def test_without_any_transport_the_error_says_why_for_each(daemon: DaemonProcess
 
 @pytest.mark.parametrize(("transport_asked", "says"), [("shm", "shm socket"), ("ucx", "ucx_device")])
 def test_a_transport_that_was_asked_for_and_cannot_be_had_is_an_error(
-    daemon: DaemonProcess, connect: Connect, transport_asked: Any, says: str
+    make_daemon: MakeDaemon, connect: Connect, transport_asked: Any, says: str
 ) -> None:
+    daemon = make_daemon()
     daemon.shm_path.unlink()
     client = connect(daemon, KV, ready=False, transport=transport_asked)
     with pytest.raises(Unsupported, match=says):
@@ -296,7 +326,7 @@ def test_a_transport_that_was_asked_for_and_cannot_be_had_is_an_error(
 
 
 @needs_ucx
-def test_a_device_that_is_not_there_is_named(daemon: DaemonProcess, make_daemon: MakeDaemon, connect: Connect) -> None:
+def test_a_device_that_is_not_there_is_named(make_daemon: MakeDaemon, connect: Connect) -> None:
     client = connect(make_daemon(ucx_device="lo"), KV, ready=False, transport="ucx", ucx_device="nowhere0")
     with pytest.raises(Unsupported, match="nowhere0"):
         client.wait_ready(20)

@@ -1,4 +1,7 @@
-"""Clients of another host that lie, about who they are and what they may touch: refused, and the daemon goes on."""
+"""Clients of another host that lie, about who they are and what they may touch: refused, and the daemon goes on.
+
+One daemon for all of them, which is to live on after each.
+"""
 
 import json
 import signal
@@ -25,6 +28,7 @@ KV = spec(**FIELDS)
 HASHES = chain(4, of=KV)
 DATA = rows(KV, HASHES)
 SIZE = DATA.size
+DAEMON_FLAGS = {"ucx_device": "lo"}
 
 Connect = Callable[..., KVClient]
 Raw = Callable[..., RawStream]
@@ -33,6 +37,11 @@ Raw = Callable[..., RawStream]
 @pytest.fixture
 def transport() -> str:
     return "ucx"
+
+
+@pytest.fixture
+def daemon(shared: DaemonProcess) -> DaemonProcess:
+    return shared
 
 
 class Liar:

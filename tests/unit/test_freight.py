@@ -24,8 +24,8 @@ def view(names: str, *, replicas: int, draining: str = "") -> View:
     return View.of(pb.MembersReply(members=members, epoch=1, replicas=replicas))
 
 
-def wanted(node: str, seen: View, *, everything: bool) -> dict[str, set[int]]:
-    return {to: set(places.tolist()) for to, places in targets(SEGMENTS, seen, node, everything=everything)}
+def wanted(node: str, seen: View) -> dict[str, set[int]]:
+    return {to: set(places.tolist()) for to, places in targets(SEGMENTS, seen, node)}
 
 
 def owned(names: str, rank: int) -> list[str]:
@@ -33,32 +33,22 @@ def owned(names: str, rank: int) -> list[str]:
     return [placement.nodes[index] for index in placement.owners(SEGMENTS, count=len(names))[:, rank].tolist()]
 
 
-def test_what_is_stored_goes_from_each_owner_to_those_after_it() -> None:
+def test_blocks_go_to_all_other_owners_also_to_those_before_this_one() -> None:
     first, second = owned("abc", 0), owned("abc", 1)
-    copied = wanted("a", view("abc", replicas=2), everything=False)
-    for name in "bc":
-        passed_on = {at for at in range(500) if first[at] == "a" and second[at] == name}
-        strays = {at for at in range(500) if "a" not in (first[at], second[at])}  # taken in by members of the past
-        assert copied[name] == passed_on | strays
-    assert "a" not in copied
-
-
-def test_all_that_there_is_goes_to_all_other_owners() -> None:
-    first, second = owned("abc", 0), owned("abc", 1)
-    copied = wanted("a", view("abc", replicas=2), everything=True)
+    copied = wanted("a", view("abc", replicas=2))
     assert copied == {name: {at for at in range(500) if name in (first[at], second[at])} for name in "bc"}
 
 
 def test_of_one_that_drains_everything_goes_to_those_that_stay() -> None:
     first = owned("bc", 0)
-    copied = wanted("a", view("abc", replicas=1, draining="a"), everything=True)
+    copied = wanted("a", view("abc", replicas=1, draining="a"))
     assert copied == {name: {at for at in range(500) if first[at] == name} for name in "bc"}
 
 
 def test_what_is_not_placed_stays_and_so_does_all_where_there_is_nobody_else() -> None:
-    assert not list(targets(np.zeros(3, np.uint64), view("ab", replicas=2), "a", everything=True))
-    assert not list(targets(SEGMENTS, view("a", replicas=2), "a", everything=True))
-    assert not list(targets(SEGMENTS, view("ab", replicas=1, draining="b"), "a", everything=True))
+    assert not list(targets(np.zeros(3, np.uint64), view("ab", replicas=2), "a"))
+    assert not list(targets(SEGMENTS, view("a", replicas=2), "a"))
+    assert not list(targets(SEGMENTS, view("ab", replicas=1, draining="b"), "a"))
 
 
 def test_runs_follow_each_other_and_are_bounded() -> None:

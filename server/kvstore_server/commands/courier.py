@@ -102,10 +102,10 @@ class Courier:
         if pieces is None:
             return
         for blocks in pieces:
-            self._spread(blocks, view, everything=True)
+            self._spread(blocks, view)
         log.info("courier: all blocks looked at", epoch=view.epoch, **asdict(self.tally))
         for event in events:
-            self._spread(Blocks.of(event), view, everything=False)
+            self._spread(Blocks.of(event), view)
 
     def hand_over(self, progress: Callable[[Tally], None]) -> Tally:
         """All that the daemon has now is with those that own it without this member. Raises: StoreUnavailable."""
@@ -114,7 +114,7 @@ class Courier:
             view = self._known()
             pieces = snapshot(self._watch(view))
             for blocks in pieces or []:
-                self._spread(blocks, view, everything=True)
+                self._spread(blocks, view)
                 progress(self.tally)
             if pieces is not None and self._view is view:
                 return self.tally
@@ -195,17 +195,14 @@ class Courier:
 
     # Copying.
 
-    def _spread(self, blocks: Blocks, view: View, *, everything: bool) -> None:
-        """The blocks are where they ought to be; those just stored, with those that own them after this node.
-
-        That is, the first owner copies to the second, and so on; with `everything`, each to all others.
-        """
+    def _spread(self, blocks: Blocks, view: View) -> None:
+        """The blocks are with all that own them."""
         if blocks.namespace not in self._specs:
             self._learn()
         if blocks.namespace not in self._specs:
             return  # it is gone already
         block_bytes = self._specs[blocks.namespace].block_bytes
-        for target, places in targets(blocks.segments, view, self._node, everything=everything):
+        for target, places in targets(blocks.segments, view, self._node):
             mine = blocks[places]
             for run in runs(mine.hashes, mine.parents, block_bytes):
                 try:

@@ -72,16 +72,17 @@ def chains(blocks: Blocks) -> IntArray:
     return once[np.lexsort((once, depth[once], blocks.segments[once]))]
 
 
-def targets(segments: AnyArray, view: View, node: str, *, everything: bool) -> Iterator[tuple[str, IntArray]]:
-    """Members, and the places of the blocks in these segments that this node ought to copy to them."""
+def targets(segments: AnyArray, view: View, node: str) -> Iterator[tuple[str, IntArray]]:
+    """Members, and the places of the blocks in these segments that they own beside this node, or in its place.
+
+    Also those before this node: who stored with it may not have reached them.
+    """
     placement = view.placement
     if placement is None or not set(placement.nodes) - {node}:
         return
     owners = placement.owners(segments, count=view.replicas)
     mine = owners == (placement.nodes.index(node) if node in placement.nodes else -1)
     wanted = ~mine & (segments != 0)[:, None]
-    if not everything:
-        wanted &= (np.cumsum(mine, axis=1) > 0) | ~mine.any(axis=1, keepdims=True)
     for index, target in enumerate(placement.nodes):
         places = np.flatnonzero((wanted & (owners == index)).any(axis=1))
         if len(places):
