@@ -75,7 +75,7 @@ class Room:
         return np.concatenate(found)
 
     def take_over_slab(self, space: Space) -> bool:
-        """The namespace has one more slab, taken from one whose every block is older than all of ours.
+        """The namespace has one more slab, in place of others whose every block is older than all of ours.
 
         False also while a slab taken over before waits for its readers to unmap it.
         """
@@ -86,20 +86,21 @@ class Room:
             if self._ticks.now < self._next_look:
                 return False
             self._next_look = self._ticks.now + LOOK_EVERY
-        found = coldest_slab(
-            space,
-            self._spaces.values(),
-            level_of=lambda index: index.memory,
-            arena=self.tier.arena,
-            oldest=oldest,
-        )
-        if found is None:
-            return False
-        owner, slab, rows = found
-        self.push_out(owner, rows)
-        self.counters.blocks_evicted += len(rows)
-        self._on_slab_closed(slab, self.tier.close_slab(slab))
-        return self.tier.open_slab(space.spec, space.layout)
+        while not self.tier.open_slab(space.spec, space.layout):  # one of large blocks takes the room of several
+            found = coldest_slab(
+                space,
+                self._spaces.values(),
+                level_of=lambda index: index.memory,
+                arena=self.tier.arena,
+                oldest=oldest,
+            )
+            if found is None or self.tier.arena.num_lingering:
+                return False
+            owner, slab, rows = found
+            self.push_out(owner, rows)
+            self.counters.blocks_evicted += len(rows)
+            self._on_slab_closed(slab, self.tier.close_slab(slab))
+        return True
 
     def push_out(self, space: Space, rows: IntArray) -> None:
         """These committed blocks leave memory, whoever holds them; those that are nowhere else are gone."""
