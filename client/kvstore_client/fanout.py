@@ -37,8 +37,7 @@ def ask(questions: Iterable[Question], *, deadline: float) -> list[Answered | KV
     try:
         for question in questions:
             begun.append(_begun(question, deadline))
-        # From the last on: while it works, the others do, too, so that this thread sleeps once and not for each.
-        return [one if isinstance(one, KVStoreError) else _answer(*one) for one in reversed(begun)][::-1]
+        return [one if isinstance(one, KVStoreError) else _answer(*one) for one in begun]
     except BaseException:
         for one in begun:
             if not isinstance(one, KVStoreError):
