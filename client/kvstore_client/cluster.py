@@ -179,15 +179,20 @@ class ClusterClient:
         known = blocks.found_in if isinstance(blocks, Match) else {}
         nodes = holders(ring, data, runs, known, follow=follow, lease=self._shared.new_lease(), deadline=deadline)
 
+        served: set[int] = set()
+
         def begin(node: int, theirs: IntArray, until: float) -> Load:
             link = ring.links[node]
+            # Whichever load there is over first gives its lease back.
+            own = name if lease is not None or node not in served else self._shared.new_lease()
+            served.add(node)
             return link.load(
                 link.channel.session(0.0),
                 [hashes[block] for block in theirs.tolist()],
                 into=None if rows is None else {part: of.pick(theirs) for part, of in rows.items()},
                 parts=chosen,
                 follow=follow,
-                lease=name,
+                lease=own,
                 owns_lease=lease is None,
                 deadline=until,
             )
