@@ -197,7 +197,7 @@ def _missing(
     for mine, answer in zip(asked.values(), ask(questions, deadline=deadline), strict=True):
         if isinstance(answer, Answered):
             missing[mine] = False
-            errors = answer.message.located.errors
+            errors = [each for each in answer.message.located.errors if each.index < len(mine)]
             lacking = [each.index for each in errors if not (follow and each.status.code == WriterFailed.code)]
             missing[mine[lacking]] = True
             answer.session.tell(release_request(lease))

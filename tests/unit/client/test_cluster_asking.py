@@ -20,7 +20,7 @@ from kvstore.wire import unpack_hashes
 from kvstore_client.joining import Prefix, Told
 from kvstore_client.link import match_request, release_request
 from kvstore_client.links import Ring
-from kvstore_client.owners import ask_readers
+from kvstore_client.owners import ask_readers, holders
 from kvstore_client.placing import NOBODY, Cost, Runs, View
 
 NODES = ("a", "b", "c", "d")
@@ -30,7 +30,7 @@ BEGINS = [sum(SIZES[:run]) for run in range(len(SIZES) + 1)]
 LEASE = "mine"
 
 
-@dataclass
+@dataclass(eq=False)
 class Fake:
     """A member: as a link, its channel, its session and the calls there."""
 
@@ -183,3 +183,19 @@ def test_a_tail_that_is_with_its_first_owner_alone_is_found_whatever_follows() -
     _, _, prefix = ask(members, [by_first[0], by_first[0], by_first[1]], replicas=2)
     assert prefix.num_found == 4
     assert prefix.holders[1] == 0
+
+
+def test_a_member_that_tells_of_blocks_it_was_not_asked_for_does_no_harm_before_the_load_finds_out() -> None:
+    class Wrong(Fake):
+        def begin(self, message: pb.ClientMessage, *, deadline: float, undo: Any) -> Answer:
+            return Answer(pb.ServerMessage(located=pb.Located(errors=[pb.BlockError(index=7)])))
+
+        def tell(self, message: pb.ClientMessage) -> None:
+            pass
+
+    view = View([member(node, b"", "") for node in "ab"], 1, 2)
+    runs = Runs([0, 2], [1])
+    ways: Any = (Wrong(), Wrong())
+    until = time.monotonic() + 10
+    nodes = holders(House(view, ways), pack(HASHES[:2]), runs, {}, follow=False, lease=LEASE, deadline=until)
+    assert nodes.tolist() == view.writers(runs, [True, True]) * 2
