@@ -2,24 +2,30 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
+import pytest
 from builders import chain
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tellers import member
 
-from kvstore.errors import KVStoreError, StoreFull, StoreTimeout, StoreUnavailable
+from kvstore.errors import InvalidRequest, KVStoreError, StoreFull, StoreTimeout, StoreUnavailable
 from kvstore.hashing import pack
-from kvstore.types import HASH_BYTES, BlockHash
+from kvstore.types import HASH_BYTES, BlockHash, IntArray
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.wire import unpack_hashes
+from kvstore_client.cluster_load import begin_legs
 from kvstore_client.joining import Prefix, Told
 from kvstore_client.link import match_request, release_request
 from kvstore_client.links import Ring
+from kvstore_client.load import Load
 from kvstore_client.owners import ask_readers, holders
 from kvstore_client.placing import NOBODY, Cost, Runs, View
 
@@ -199,3 +205,21 @@ def test_a_member_that_tells_of_blocks_it_was_not_asked_for_does_no_harm_before_
     until = time.monotonic() + 10
     nodes = holders(House(view, ways), pack(HASHES[:2]), runs, {}, follow=False, lease=LEASE, deadline=until)
     assert nodes.tolist() == view.writers(runs, [True, True]) * 2
+
+
+def test_a_call_that_one_member_finds_wrong_leaves_no_load_with_another() -> None:
+    """What has raised must not go on writing to the caller's memory."""
+    begun: list[Mock] = []
+
+    def begin(node: int, blocks: IntArray, until: float) -> Any:
+        if node:
+            raise InvalidRequest("wrong")
+        begun.append(Mock(Load))
+        return begun[-1]
+
+    view = View([member(node, b"", "") for node in "ab"], 1, 1)
+    ways: Any = (Fake(), Fake())
+    until = time.monotonic() + 10
+    with ThreadPoolExecutor(1) as pool, pytest.raises(InvalidRequest):
+        begin_legs(House(view, ways), Runs([0, 1, 2], [1, 2]), np.array([0, 1]), begin, pool=pool, deadline=until)
+    assert [call[0] for load in begun for call in load.method_calls] == ["cancel", "release"]
