@@ -105,8 +105,9 @@ class ClusterClient:
             worth = worth_loading(answer.matched, self.spec, prefill_tokens_per_s=speed)
             return Told(answer.matched.num_blocks, worth, answer.matched.num_writing)
 
+        ring = self._links.ring(deadline)
         prefix, sessions = ask_readers(
-            self._links.ring(deadline),
+            ring,
             data,
             runs,
             lambda part: match_request(part, name),
@@ -114,6 +115,10 @@ class ClusterClient:
             undo=lambda _: release_request(name),
             deadline=deadline,
         )
+        if lease:  # what it held with others is replaced, too
+            for session in {link.channel.current for link in ring.links}.difference(sessions.values()):
+                if session is not None:
+                    session.tell(release_request(name))
         found_in = {
             begin: sessions[node] for begin, node in zip(runs.begins, prefix.holders, strict=False) if node != NOBODY
         }

@@ -405,6 +405,10 @@ def test_views_are_in_place_and_leases_are_given_back_everywhere(house: House, c
     client.match(HASHES, lease="mine")
     client.release("mine")
     assert house.counts("blocks_leased") == [0, 0, 0]
+    client.match(HASHES, lease="mine")
+    with client.match(HASHES[:5], lease="mine"):
+        eventually(lambda: sum(house.counts("blocks_leased")) == 5, "what it held is replaced with all members")
+    eventually(lambda: house.counts("blocks_leased") == [0, 0, 0])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
