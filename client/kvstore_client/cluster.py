@@ -105,8 +105,9 @@ class ClusterClient:
             worth = worth_loading(answer.matched, self.spec, prefill_tokens_per_s=speed)
             return Told(answer.matched.num_blocks, worth, answer.matched.num_writing)
 
+        ring = self._links.ring(deadline)
         prefix, sessions = ask_readers(
-            self._links.ring(deadline),
+            ring,
             data,
             runs,
             lambda part: match_request(part, name),
@@ -114,6 +115,10 @@ class ClusterClient:
             undo=lambda _: release_request(name),
             deadline=deadline,
         )
+        if lease:  # what it held with others is replaced, too
+            for session in {link.channel.current for link in ring.links}.difference(sessions.values()):
+                if session is not None:
+                    session.tell(release_request(name))
         found_in = {
             begin: sessions[node] for begin, node in zip(runs.begins, prefix.holders, strict=False) if node != NOBODY
         }
@@ -179,15 +184,20 @@ class ClusterClient:
         known = blocks.found_in if isinstance(blocks, Match) else {}
         nodes = holders(ring, data, runs, known, follow=follow, lease=self._shared.new_lease(), deadline=deadline)
 
+        served: set[int] = set()
+
         def begin(node: int, theirs: IntArray, until: float) -> Load:
             link = ring.links[node]
+            # Whichever load there is over first gives its lease back.
+            own = name if lease is not None or node not in served else self._shared.new_lease()
+            served.add(node)
             return link.load(
                 link.channel.session(0.0),
                 [hashes[block] for block in theirs.tolist()],
                 into=None if rows is None else {part: of.pick(theirs) for part, of in rows.items()},
                 parts=chosen,
                 follow=follow,
-                lease=name,
+                lease=own,
                 owns_lease=lease is None,
                 deadline=until,
             )

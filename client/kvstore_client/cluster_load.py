@@ -148,8 +148,16 @@ def begin_legs(
     """A load from each member of its blocks, and by block what went wrong with those that are in none.
 
     `nodes`, `[num_blocks]`: by block, its member. `begin` gets a member, its blocks and a deadline. What fails goes to
-    the next member that may have it. Raises: the first failure, if there is no load.
+    the next member that may have it. Raises: the first failure, if there is no load; InvalidRequest, if one did, and no
+    load goes on.
     """
+    loads: list[Load] = []
+
+    def begin_one(node: int, blocks: IntArray, until: float) -> Load:
+        load = begin(node, blocks, until)
+        loads.append(load)
+        return load
+
     legs: list[Leg] = []
     failed: dict[int, KVStoreError] = {}
     away: set[int] = set()
@@ -157,13 +165,19 @@ def begin_legs(
     while len(wanted):
         mine = {node: wanted[nodes[wanted] == node] for node in np.unique(nodes[wanted]).tolist()}
         until = half_way(deadline) if ring.view.has_others else deadline
-        begun = each(pool, [partial(begin, node, blocks, until) for node, blocks in mine.items()])
-        for (node, blocks), load in zip(mine.items(), begun, strict=True):
-            if isinstance(load, KVStoreError):
-                failed.update(dict.fromkeys(blocks.tolist(), load))
+        try:
+            begun = each(pool, [partial(begin_one, node, blocks, until) for node, blocks in mine.items()])
+        except InvalidRequest:
+            for load in loads:
+                load.cancel()
+                load.release()
+            raise
+        for (node, blocks), result in zip(mine.items(), begun, strict=True):
+            if isinstance(result, KVStoreError):
+                failed.update(dict.fromkeys(blocks.tolist(), result))
                 away.add(node)
             else:
-                legs.append(Leg(load, blocks))
+                legs.append(Leg(result, blocks))
                 for block in blocks.tolist():
                     failed.pop(block, None)
         if not failed:

@@ -33,7 +33,8 @@ def ask_readers(
     """The leading blocks that those asked have, and the sessions in which they said so, by member.
 
     Where the chain would end, whoever else may have the rest is asked for it. A message takes the place of an earlier
-    one to the same member, so that it names what that one has, too.
+    one to the same member, so that it names what that one has, too. Who fails is asked nothing more, and gives back
+    what it leased before.
     """
     view, live, costs = ring.view, ring.live(), ring.costs()
     asked = shares(view.readers(runs, live, costs))
@@ -52,16 +53,21 @@ def ask_readers(
             else:
                 failures.append(answer)
                 told.pop(node, None)
-                sessions.pop(node, None)
+                former = sessions.pop(node, None)
+                if former is not None and former.alive and undo is not None:
+                    former.tell(undo(0))
         prefix = join(runs, told.values())
         if not view.has_others or prefix.gap == len(runs):
             break
-        for node, mine in asked.items():
-            for run in mine:
+        for node in asked:
+            for run in _heard(runs, told[node]) if node in told else range(len(runs)):
                 tried[run].add(node)
-        fresh = _whom_else(ring, runs, prefix, tried, live=live, costs=costs)
+        fresh = _whom_else(ring, runs, prefix, told, tried, live=live, costs=costs)
         if not fresh:
             break
+        for node, more in fresh.items():
+            if prefix.gap in more:  # so that it is asked for this once, whatever it says
+                tried[prefix.gap].add(node)
         asked = {node: _with_held(runs, told.get(node), more) for node, more in fresh.items()}
     if failures and not told:
         raise failures[0]
@@ -69,18 +75,57 @@ def ask_readers(
 
 
 def _whom_else(
-    ring: Ring, runs: Runs, prefix: Prefix, tried: Sequence[set[int]], *, live: Sequence[bool], costs: Sequence[Cost]
+    ring: Ring,
+    runs: Runs,
+    prefix: Prefix,
+    told: Mapping[int, tuple[int, list[int], Told]],
+    tried: Sequence[set[int]],
+    *,
+    live: Sequence[bool],
+    costs: Sequence[Cost],
 ) -> dict[int, list[int]]:
-    """Whom to ask for which runs, so that the chain goes on; nobody, if all have been asked for what comes next."""
+    """Whom to ask for which runs, so that the chain goes on; nobody, if all have been asked for what comes next.
+
+    An answer ends with the first run of which blocks are missing. So whoever has but a part of a run, or some in
+    writing, would not speak of that again if it lacked what it is asked for; it is asked for nothing but what comes
+    next, and not for that, if what it has in writing counts.
+    """
+    in_part = {node for node, mine, answer in told.values() if _ends_in_part(runs, mine, answer)}
+    behind_found = (run for run in range(prefix.gap) if runs.begins[run + 1] > prefix.num_found)
+    counted = in_part.intersection(prefix.holders[run] for run in behind_found)
     asked: dict[int, list[int]] = {}
     for run in range(prefix.gap, len(runs)):
         if run == prefix.gap or prefix.holders[run] == NOBODY:
-            node = ring.view.next_reader(runs.segments[run], live, costs, tried[run])
+            others = tried[run] | (counted if run == prefix.gap else in_part)
+            node = ring.view.next_reader(runs.segments[run], live, costs, others)
             if node != NOBODY:
                 asked.setdefault(node, []).append(run)
             elif run == prefix.gap:
                 return {}
     return asked
+
+
+def _heard(runs: Runs, told: tuple[int, list[int], Told]) -> list[int]:
+    """The runs that an answer speaks of: all that are there or in writing, and the first that is not whole."""
+    _, asked, (num_found, _, num_writing) = told
+    left = num_found + num_writing
+    for place, run in enumerate(asked):
+        if not left and num_writing:
+            return asked[:place]  # what is there behind blocks in writing is not told
+        left -= runs.begins[run + 1] - runs.begins[run]
+        if left < 0:
+            return asked[: place + 1]
+    return asked
+
+
+def _ends_in_part(runs: Runs, asked: Sequence[int], answer: Told) -> bool:
+    """Whether this answer ends within a run, or with blocks in writing."""
+    left = answer.num_found
+    for run in asked:
+        if left <= 0:
+            break
+        left -= runs.begins[run + 1] - runs.begins[run]
+    return left < 0 or answer.num_writing > 0
 
 
 def _with_held(runs: Runs, told: tuple[int, list[int], Told] | None, more: list[int]) -> list[int]:
@@ -92,7 +137,7 @@ def _with_held(runs: Runs, told: tuple[int, list[int], Told] | None, more: list[
     for run in asked:
         left -= runs.begins[run + 1] - runs.begins[run]
         num_whole += left >= 0
-    return [*asked[:num_whole], *more, *asked[num_whole:]]
+    return [*asked[:num_whole], *more, *(run for run in asked[num_whole:] if run not in more)]
 
 
 def ask_all(ring: Ring, message: Callable[[], pb.ClientMessage], *, deadline: float) -> list[pb.ServerMessage]:
@@ -152,7 +197,7 @@ def _missing(
     for mine, answer in zip(asked.values(), ask(questions, deadline=deadline), strict=True):
         if isinstance(answer, Answered):
             missing[mine] = False
-            errors = answer.message.located.errors
+            errors = [each for each in answer.message.located.errors if each.index < len(mine)]
             lacking = [each.index for each in errors if not (follow and each.status.code == WriterFailed.code)]
             missing[mine[lacking]] = True
             answer.session.tell(release_request(lease))

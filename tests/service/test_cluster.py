@@ -356,6 +356,39 @@ def test_a_replica_that_hangs_costs_a_call_time_and_no_blocks(
             assert (target == DATA).all()
 
 
+def test_what_a_member_brings_in_place_of_another_is_followed_beyond_the_end_of_what_it_brings_itself(
+    house: House, client: ClusterClient
+) -> None:
+    """n1 is asked for `first`, and for `second` once n0, which is said to have it, hangs."""
+    house.tell(replicas=2)
+    eventually(lambda: client._links.current().view.epoch == 2)
+    where = segments(HASHES, block_tokens=KV.block_tokens)
+    ranked = Placement(dict.fromkeys(["n0", "n1", "n2"], 1.0)).owners(where, count=2)[::SEGMENT_BLOCKS].tolist()
+    begins = [SEGMENT_BLOCKS * next(i for i, two in enumerate(ranked) if two[: len(of)] == of) for of in ([1], [0, 1])]
+    first, second = (np.arange(begin, begin + SEGMENT_BLOCKS) for begin in begins)
+    both = np.concatenate([first, second])
+    house.daemons[0].kill()
+    eventually(lambda: not client._links.current().links[0].live)
+    writes = [client.store([HASHES[i] for i in blocks], segments=where[blocks]) for blocks in (first, second)]
+    house.daemons[0].start()
+    house.tell(replicas=2)
+    eventually(lambda: all_live(client))
+    n0, n1 = (link.channel.current for link in client._links.current().links[:2])
+    assert n0 is not None
+    assert n1 is not None
+    match = Match(len(both), 0, 0, "", [HASHES[i] for i in both], [], {0: n1, SEGMENT_BLOCKS: n0})
+    target = np.zeros_like(DATA[both])
+    with stopped(house.daemons[0]):
+        load = client.load(match, into=BlockRows(target), segments=where[both], follow=True, timeout_s=1.0)
+    with writes[0] as write:
+        write.put_blocks(DATA[first])
+    eventually(lambda: (target[:SEGMENT_BLOCKS] == DATA[first]).all() and load._legs[0].load._released)
+    with writes[1] as write:
+        write.put_blocks(DATA[second])
+    assert load.wait(2.0).num_loaded == len(both)
+    assert (target == DATA[both]).all()
+
+
 def test_views_are_in_place_and_leases_are_given_back_everywhere(house: House, client: ClusterClient) -> None:
     """Covers: C1."""
     store(client)
@@ -372,6 +405,10 @@ def test_views_are_in_place_and_leases_are_given_back_everywhere(house: House, c
     client.match(HASHES, lease="mine")
     client.release("mine")
     assert house.counts("blocks_leased") == [0, 0, 0]
+    client.match(HASHES, lease="mine")
+    with client.match(HASHES[:5], lease="mine"):
+        eventually(lambda: sum(house.counts("blocks_leased")) == 5, "what it held is replaced with all members")
+    eventually(lambda: house.counts("blocks_leased") == [0, 0, 0])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
