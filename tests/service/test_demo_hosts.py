@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -85,7 +86,9 @@ def test_hosts_that_are_there_already_stay_as_they_are(hosts: Hosts) -> None:
 def test_a_demo_that_is_interrupted_leaves_no_host(hosts: Hosts, tmp_path: Path, early: bool) -> None:
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "kvstore_server.cli", "demo", "--transport", "ucx", "--model", str(tmp_path)]
-    demo = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # Whoever runs the tests in the background of a shell has it ignored, and so would all that they start.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    demo = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     assert demo.stderr is not None
     try:
         if early:
