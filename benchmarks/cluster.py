@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,8 +23,18 @@ import numpy as np
 from kvstore.types import BlockHash
 from kvstore.v1 import kvstore_pb2 as pb
 from kvstore.v1.kvstore_pb2_grpc import AdminServicer, AdminStub, add_AdminServicer_to_server
-from kvstore_client import BlockRows, Client, ClientOptions, Region, connect
-from kvstore_server.commands.measure import DEADLINE_S, bench_chain, bench_spec, random_bytes, running_daemon
+from kvstore_client import Client, ClientOptions, connect
+from kvstore_server.commands.measure import (
+    DEADLINE_S,
+    bench_chain,
+    bench_spec,
+    compared,
+    load_all,
+    random_bytes,
+    running_daemon,
+    store_all,
+    timed,
+)
 
 NUM_DAEMONS = 3
 Rates = dict[str, dict[str, list[float]]]
@@ -83,7 +93,7 @@ def measure(*, rounds: int, num_blocks: int, part_bytes: int) -> dict[str, Any]:
         "rounds": rounds,
         "blocks": num_blocks,
         "part_bytes": part_bytes,
-        "match": _summary(latencies),
+        "match": compared(latencies, limit="one"),
         **{
             what: {name: {"median": _gb(np.median(of)), "best": _gb(max(of))} for name, of in by_name.items()}
             for what, by_name in rates.items()
@@ -102,8 +112,8 @@ def _rates(clients: dict[str, Client], hashes: list[BlockHash], admins: list[Adm
         for admin in admins:
             admin.Clear(pb.ClearRequest())
         for name, client in clients.items():
-            stored_s = _timed(lambda client=client, name=name: _store(client, hashes, regions[name]))
-            loaded_s = _timed(lambda client=client: _load(client, hashes, target))
+            stored_s = timed(lambda client=client, name=name: store_all(client, hashes, regions[name]))
+            loaded_s = timed(lambda client=client: load_all(client, hashes, target))
             if number:  # the first maps memory
                 rates["store"][name].append(target.size / stored_s)
                 rates["load"][name].append(target.size / loaded_s)
@@ -121,31 +131,6 @@ def _latencies(clients: dict[str, Client], hashes: list[BlockHash], *, rounds: i
             assert match.num_found == len(hashes), f"found {match.num_found} of {len(hashes)} blocks with {name}"
             match.release()
     return seconds
-
-
-def _store(client: Client, hashes: list[BlockHash], region: Region) -> None:
-    with client.store(hashes) as write:
-        write.put_blocks(region.array.reshape(len(hashes), -1))
-    assert write.num_new == len(hashes), f"stored {write.num_new} of {len(hashes)} blocks"
-
-
-def _load(client: Client, hashes: list[BlockHash], target: Any) -> None:
-    with client.load(hashes, into=BlockRows(target.reshape(len(hashes), -1))) as load:
-        result = load.wait()
-    assert result.num_loaded == len(hashes), f"loaded {result.num_loaded} of {len(hashes)} blocks"
-
-
-def _timed(work: Callable[[], None]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
-
-
-def _summary(latencies: dict[str, list[float]]) -> dict[str, Any]:
-    points = {name: (np.percentile(of, [50, 99]) * 1e3).tolist() for name, of in latencies.items()}
-    shown = {name: {"p50_ms": round(p50, 3), "p99_ms": round(p99, 3)} for name, (p50, p99) in points.items()}
-    ratios = [round(several / one, 2) for several, one in zip(points["cluster"], points["one"], strict=True)]
-    return {**shown, "ratio": dict(zip(("p50", "p99"), ratios, strict=True))}
 
 
 def _gb(rate: Any) -> float:

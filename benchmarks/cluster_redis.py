@@ -31,6 +31,7 @@ from kvstore_server.commands.measure import (
     DEADLINE_S,
     bench_chain,
     bench_spec,
+    compared,
     load_all,
     random_bytes,
     running_daemon,
@@ -147,7 +148,7 @@ def measure(*, phases: int, rounds: int, num_blocks: int, part_bytes: int) -> di
         "blocks": num_blocks,
         "part_bytes": part_bytes,
         "wrong_bytes": turns.wrong_bytes,
-        **{step: _summary(seconds) for step, seconds in turns.seconds.items()},
+        **{step: compared(seconds, limit="with") for step, seconds in turns.seconds.items()},
     }
 
 
@@ -162,13 +163,6 @@ def _await(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the daemons do not agree on who they are"
         time.sleep(PAUSE_S)
-
-
-def _summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    points = {name: (np.percentile(of, [50, 99]) * 1e3).tolist() for name, of in seconds.items()}
-    shown = {name: {"p50_ms": round(p50, 3), "p99_ms": round(p99, 3)} for name, (p50, p99) in points.items()}
-    ratios = [round(without / there, 2) for without, there in zip(points["without"], points["with"], strict=True)]
-    return {**shown, "ratio": dict(zip(("p50", "p99"), ratios, strict=True))}
 
 
 def main() -> None:

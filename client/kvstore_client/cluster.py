@@ -31,7 +31,7 @@ from kvstore_client.load import Load
 from kvstore_client.locate import Match, worth_loading
 from kvstore_client.options import ClientOptions, ClientStatistics
 from kvstore_client.owners import ask_all, ask_readers, check_any, holders, reserve
-from kvstore_client.placing import NOBODY, runs_of
+from kvstore_client.placing import NOBODY, Runs, runs_of
 from kvstore_client.region import CudaRegion, Region
 
 MOST_SIDES: Final = 64  # calls to members that wait side by side, over all calls of a client
@@ -94,9 +94,7 @@ class ClusterClient:
         Blocks of members that do not answer count as missing. Raises: InvalidRequest; StoreTimeout, StoreUnavailable,
         if no member that was asked has answered.
         """
-        check_segments(segments, num_blocks=len(hashes))
-        data = packed(hashes)
-        runs = runs_of(data, segments, block_tokens=self.spec.block_tokens)
+        data, runs = self._cut(hashes, segments)
         deadline = self._deadline(timeout_s)
         name = self._shared.new_lease() if lease is None else lease
         speed = self.options.prefill_tokens_per_s
@@ -130,9 +128,7 @@ class ClusterClient:
         self, hashes: Sequence[BlockHash], *, segments: AnyArray | None = None, timeout_s: float | None = None
     ) -> int:
         """As `KVClient.prefetch`. Raises: as `match`."""
-        check_segments(segments, num_blocks=len(hashes))
-        data = packed(hashes)
-        runs = runs_of(data, segments, block_tokens=self.spec.block_tokens)
+        data, runs = self._cut(hashes, segments)
         deadline = self._deadline(timeout_s)
 
         def told_of(answer: pb.ServerMessage) -> Told:
@@ -170,9 +166,7 @@ class ClusterClient:
         if (into is None) == (not view):
             raise InvalidRequest("load: expected either into=... or view=True, got neither or both; choose one")
         hashes = hashes_of(blocks, follow=follow)
-        check_segments(segments, num_blocks=len(hashes))
-        data = packed(hashes)
-        runs = runs_of(data, segments, block_tokens=self.spec.block_tokens)
+        data, runs = self._cut(hashes, segments)
         chosen = parts_of(parts, self.spec)
         rows = None
         if into is not None:
@@ -221,9 +215,7 @@ class ClusterClient:
         """
         if parent is not None and segments is None:
             raise InvalidRequest("store: expected segments for a run with a parent, got none; cut them like the hashes")
-        check_segments(segments, num_blocks=len(hashes))
-        data = packed(hashes)
-        runs = runs_of(data, segments, block_tokens=self.spec.block_tokens)
+        data, runs = self._cut(hashes, segments)
         chosen = parts_of(parts, self.spec)
         deadline = self._deadline(timeout_s)
         ask = partial(reserve, data=data, runs=runs, parent=parent, parts=parts, deadline=deadline)
@@ -307,6 +299,12 @@ class ClusterClient:
 
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self.options.timeout_s if timeout_s is None else timeout_s)
+
+    def _cut(self, hashes: Sequence[BlockHash], segments: AnyArray | None) -> tuple[bytes, Runs]:
+        """The hashes as they are sent, and their runs. Raises: InvalidRequest."""
+        check_segments(segments, num_blocks=len(hashes))
+        data = packed(hashes)
+        return data, runs_of(data, segments, block_tokens=self.spec.block_tokens)
 
     def _pieces(
         self, answers: Sequence[tuple[Link, IntArray, Answered | KVStoreError]], parts: Sequence[int]

@@ -108,36 +108,33 @@ def _whom_else(
 def _heard(runs: Runs, told: tuple[int, list[int], Told]) -> list[int]:
     """The runs that an answer speaks of: all that are there or in writing, and the first that is not whole."""
     _, asked, (num_found, _, num_writing) = told
-    left = num_found + num_writing
-    for place, run in enumerate(asked):
-        if not left and num_writing:
-            return asked[:place]  # what is there behind blocks in writing is not told
-        left -= runs.begins[run + 1] - runs.begins[run]
-        if left < 0:
-            return asked[: place + 1]
-    return asked
+    num_whole, left = _reach(runs, asked, num_found + num_writing)
+    # What is there behind blocks in writing is not told.
+    return asked[:num_whole] if num_writing and not left else asked[: num_whole + 1]
 
 
 def _ends_in_part(runs: Runs, asked: Sequence[int], answer: Told) -> bool:
     """Whether this answer ends within a run, or with blocks in writing."""
-    left = answer.num_found
-    for run in asked:
-        if left <= 0:
-            break
-        left -= runs.begins[run + 1] - runs.begins[run]
-    return left < 0 or answer.num_writing > 0
+    return answer.num_writing > 0 or _reach(runs, asked, answer.num_found)[1] > 0
 
 
 def _with_held(runs: Runs, told: tuple[int, list[int], Told] | None, more: list[int]) -> list[int]:
     """These runs between those that the member has: its answer ends with the first of which it lacks a block."""
     if told is None:
         return more
-    _, asked, (left, _, _) = told
-    num_whole = 0
-    for run in asked:
-        left -= runs.begins[run + 1] - runs.begins[run]
-        num_whole += left >= 0
+    _, asked, answer = told
+    num_whole, _ = _reach(runs, asked, answer.num_found)
     return [*asked[:num_whole], *more, *(run for run in asked[num_whole:] if run not in more)]
+
+
+def _reach(runs: Runs, asked: Sequence[int], count: int) -> tuple[int, int]:
+    """How many leading runs of those asked for so many blocks are, and how many are left for the one behind them."""
+    for place, run in enumerate(asked):
+        size = runs.begins[run + 1] - runs.begins[run]
+        if count < size:
+            return place, count
+        count -= size
+    return len(asked), 0
 
 
 def ask_all(ring: Ring, message: Callable[[], pb.ClientMessage], *, deadline: float) -> list[pb.ServerMessage]:

@@ -121,9 +121,8 @@ class View:
 
         Those are its owners among all members, and among those that are not draining.
         """
-        others = [self._everybody.owners(segment, live), self._up.owners(segment, live)]
-        for owners in others if self.has_others else ():
-            left = [owner for owner in owners if owner not in tried]
+        for ranking in (self._everybody, self._up) if self.has_others else ():
+            left = [owner for owner in ranking.owners(segment, live) if owner not in tried]
             if left:
                 return min(left, key=costs.__getitem__)
         return NOBODY
@@ -145,11 +144,7 @@ class _Ranking:
 
     def owners(self, segment: int, live: Sequence[bool]) -> list[int]:
         """Those that are live; if none is, the first live one of who is next; if none is, the first of all."""
-        if self.placement is None:
-            return []
-        ranked = self._known([segment])[segment]
-        owners = [owner for owner in ranked[: self._replicas] if live[owner]]
-        return owners or [owner for owner in ranked if live[owner]][:1] or ranked[:1]
+        return [] if self.placement is None else self._live_of(self._known([segment])[segment], live)
 
     def first(self, runs: Runs, live: Sequence[bool]) -> list[int]:
         """Of each run, the first of `owners`; `NOBODY` where there are no members."""
@@ -160,7 +155,7 @@ class _Ranking:
         if all(live):
             return chosen
         return [
-            first if live[first] else self.owners(segment, live)[0]
+            first if live[first] else self._live_of(known[segment], live)[0]
             for first, segment in zip(chosen, runs.segments, strict=True)
         ]
 
@@ -168,7 +163,12 @@ class _Ranking:
         """Of each run, the one of `owners` that costs least; of those that cost the same, the first."""
         if self._replicas == 1:
             return self.first(runs, live)
-        return [min(self.owners(segment, live), key=costs.__getitem__) for segment in runs.segments]
+        known = self._known(runs.segments)
+        return [min(self._live_of(known[segment], live), key=costs.__getitem__) for segment in runs.segments]
+
+    def _live_of(self, ranked: list[int], live: Sequence[bool]) -> list[int]:
+        owners = [owner for owner in ranked[: self._replicas] if live[owner]]
+        return owners or [owner for owner in ranked if live[owner]][:1] or ranked[:1]
 
     def _known(self, segments: list[int]) -> dict[int, list[int]]:
         """By segment, these among them, its owners and who is next."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import grpc
@@ -20,7 +20,7 @@ from kvstore.hashing import chain, pack, unpack
 from kvstore.spec import KVSpec
 from kvstore.types import HASH_BYTES, BlockHash, ByteArray, HashArray
 from kvstore.v1.kvstore_pb2_grpc import AdminStub
-from kvstore_client import BlockRows, ClientOptions, KVClient, Region
+from kvstore_client import BlockRows, Client, ClientOptions, KVClient, Region
 from kvstore_server.config import Settings
 from kvstore_server.tiers.disk import DiskTier
 
@@ -169,18 +169,27 @@ def random_bytes(into: ByteArray) -> None:
     into[:] = np.resize(np.random.default_rng(0).integers(0, 256, period, np.uint8), into.size)
 
 
-def store_all(client: KVClient, hashes: list[BlockHash], region: Region) -> None:
+def store_all(client: Client, hashes: list[BlockHash], region: Region) -> None:
     """All of these blocks, none of which was there, are stored; the region is one after the other."""
     with client.store(hashes) as write:
         write.put_blocks(region.array.reshape(len(hashes), -1))
     assert write.num_new == len(hashes), f"stored {write.num_new} of {len(hashes)} blocks"
 
 
-def load_all(client: KVClient, hashes: list[BlockHash], target: ByteArray) -> None:
+def load_all(client: Client, hashes: list[BlockHash], target: ByteArray) -> None:
     """All of these blocks are in the target, one after the other."""
     with client.load(hashes, into=BlockRows(target.reshape(len(hashes), -1))) as load:
         result = load.wait()
     assert result.num_loaded == len(hashes), f"loaded {result.num_loaded} of {len(hashes)} blocks"
+
+
+def compared(seconds: dict[str, list[float]], *, limit: str) -> dict[str, Any]:
+    """p50 and p99 of either of two, in milliseconds, and the `ratio` of the other to `limit`."""
+    points = {name: (np.percentile(of, [50, 99]) * 1e3).tolist() for name, of in seconds.items()}
+    shown = {name: {"p50_ms": round(p50, 3), "p99_ms": round(p99, 3)} for name, (p50, p99) in points.items()}
+    (other,) = points.keys() - {limit}
+    ratios = [round(mine / theirs, 2) for mine, theirs in zip(points[other], points[limit], strict=True)]
+    return {**shown, "ratio": dict(zip(("p50", "p99"), ratios, strict=True))}
 
 
 def progress(text: str) -> None:
